@@ -1,0 +1,40 @@
+"""The run configuration: schema, YAML reader, errors. Imports without torch.
+
+`schema.py` is the only place where a default is written; `loading.py` reads files and overrides and
+turns every mistake into a `UserError`; `legacy.py` names our key for the names other tools use.
+"""
+
+from ebft_core.config.loading import load_config, parse_config
+from ebft_core.config.schema import (
+    DataConfig,
+    EBFTConfig,
+    EvaluateConfig,
+    FromScratchConfig,
+    LoraConfig,
+    ModelConfig,
+    PublishConfig,
+    RunConfig,
+    SourceConfig,
+    StorageConfig,
+    TrackingConfig,
+    TrainerConfig,
+    VLLMConfig,
+)
+
+__all__ = [
+    "DataConfig",
+    "EBFTConfig",
+    "EvaluateConfig",
+    "FromScratchConfig",
+    "LoraConfig",
+    "ModelConfig",
+    "PublishConfig",
+    "RunConfig",
+    "SourceConfig",
+    "StorageConfig",
+    "TrackingConfig",
+    "TrainerConfig",
+    "VLLMConfig",
+    "load_config",
+    "parse_config",
+]

@@ -1,0 +1,334 @@
+"""The schema of a run file. Every default of the project is written here and nowhere else.
+
+The text under a field is its documentation: it becomes the JSON Schema (editors show it) and
+`docs/config-reference.md`. Rules that concern one field stand on the field; rules that relate
+fields stand in `rules.py`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    """A part of the configuration: unknown keys are errors, values are not coerced from strings."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+    )
+
+
+Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegative = Annotated[float, Field(ge=0.0)]
+
+
+class FromScratchConfig(Section):
+    """Make a base model: a small tokenizer and a small Llama, trained by cross-entropy on `sources`."""
+
+    sources: list[str] = Field(min_length=1)
+    """Glob patterns of the text the base model is trained on. `stdlib:` stands for the folder of the
+    installed Python standard library, so `stdlib:*.py` is its top-level modules."""
+    tokenizer: Literal["byte", "bpe"] = "byte"
+    """`byte`: one token per byte (vocabulary 256 + special tokens). `bpe`: byte-level BPE trained on `sources`."""
+    vocab_size: PositiveInt = 4096
+    """Size of the BPE vocabulary; not used by the byte tokenizer."""
+    hidden_size: PositiveInt = 192
+    """Width of the model."""
+    intermediate_size: PositiveInt = 512
+    """Width of the MLP."""
+    num_hidden_layers: PositiveInt = 6
+    """Number of decoder layers."""
+    num_attention_heads: PositiveInt = 6
+    """Attention heads."""
+    num_key_value_heads: PositiveInt = 6
+    """Key/value heads (grouped-query attention when smaller than the attention heads)."""
+    max_position_embeddings: PositiveInt = 2048
+    """Longest sequence the model accepts, in tokens."""
+    max_steps: PositiveInt = 300
+    """Optimiser steps of cross-entropy training."""
+    batch_size: PositiveInt = 16
+    """Sequences per step."""
+    sequence_length: PositiveInt = 256
+    """Tokens per sequence."""
+    learning_rate: float = Field(default=2e-3, gt=0)
+    """Peak learning rate (cosine schedule with 5 % warmup)."""
+    seed: int = 0
+    """Seed of the initial weights and of the order of the data."""
+
+
+class ModelConfig(Section):
+    """The base model: a hub id, a local folder, or one made here."""
+
+    name_or_path: str | None = None
+    """Hub id or folder of a causal language model. Exactly one of `name_or_path` and `from_scratch`."""
+    revision: str | None = None
+    """Branch, tag or commit of a hub model; resolved to a commit and recorded."""
+    from_scratch: FromScratchConfig | None = None
+    """Make the base model instead of loading one (used where no weights can be downloaded)."""
+    chat_template: str | None = None
+    """Path of a Jinja chat template that replaces the tokenizer's own."""
+    trust_remote_code: bool = False
+    """Run Python code that ships with the model. Off: such models are refused."""
+
+
+class SourceConfig(Section):
+    """One place where documents come from."""
+
+    path: str
+    """File, glob, `stdlib:` glob, folder saved by `datasets`, or a hub dataset id with `format: hub`."""
+    format: Literal["auto", "text", "jsonl", "csv", "parquet", "dataset", "hub"] = "auto"
+    """How to read `path`; `auto` decides by the file name's ending (`.txt .py .md` are whole-file text)."""
+    split: str = "train"
+    """Split of a `dataset` or `hub` source."""
+    revision: str | None = None
+    """Revision of a `hub` source."""
+
+
+class FieldMapping(Section):
+    """Names of the columns that a transform reads. Unset names are found among the usual ones."""
+
+    text: str = "text"
+    """Column of the `text` transform (whole-file sources always have it)."""
+    prompt: str | None = None
+    """Column of the prompt; unset: `prompt`, `input`, `question` or `instruction`, whichever is there."""
+    completion: str | None = None
+    """Column of the completion; unset: `completion`, `output`, `answer` or `response`, whichever is there."""
+    messages: str = "messages"
+    """Column of the chat turns: a list of `{role, content}`."""
+
+
+class ChatConfig(Section):
+    """Which parts of a conversation are supervised."""
+
+    assistant_turns: Literal["all", "final"] = "all"
+    """Supervise every assistant turn, or the last one only."""
+    supervise_thinking: bool = True
+    """Whether `<think>…</think>` spans carry cross-entropy labels."""
+    template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Passed on to the chat template, for example `enable_thinking: false`."""
+
+
+class DataConfig(Section):
+    """What to train on and how it becomes rows of tokens."""
+
+    sources: list[SourceConfig] = Field(min_length=1)
+    """Where the documents are."""
+    transform: str = "text"
+    """`text`, `prompt_completion`, `chat`, or `module:function` (see docs, *Data formats*)."""
+    fields: FieldMapping = FieldMapping()
+    """Column names."""
+    chat: ChatConfig = ChatConfig()
+    """Options of the `chat` transform."""
+    sequence_length: PositiveInt = 1024
+    """Longest row in tokens. Longer text documents are cut into rows; longer prompt/completion rows are
+    truncated at the end, keeping the prompt first and at least one completion token."""
+    packing: bool = False
+    """Put several documents into one row until `sequence_length` is reached (document ids keep them apart)."""
+    append_eos: bool = True
+    """End every document with the tokenizer's end-of-sequence token."""
+    heldout_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
+    """Share of the documents kept for evaluation. Membership is decided by each document's hash, so it
+    does not change when documents are added."""
+    bad_rows: Literal["fail", "quarantine"] = "fail"
+    """`fail`: stop at the first report of bad rows. `quarantine`: set them aside in a file, up to `max_bad_fraction`."""
+    max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0)
+    """Largest share of rows that `quarantine` accepts."""
+    max_documents: PositiveInt | None = None
+    """Use only the first documents of the sources (in their order); unset: all."""
+
+
+class EBFTConfig(Section):
+    """The algorithm (docs, *Concepts*)."""
+
+    mode: Literal["strided", "structured"] = "strided"
+    """`strided`: short rollouts at anchors inside documents."""
+    stride: PositiveInt = 8
+    """Tokens between anchors."""
+    context_length: PositiveInt = 8
+    """Tokens before the first anchor of a document."""
+    generate_max_len: PositiveInt = 8
+    """Tokens generated at every anchor (G)."""
+    n_samples_per_prompt: PositiveInt = 4
+    """Samples per anchor (N)."""
+    temperature: float = Field(default=0.6, gt=0.0)
+    """Sampling temperature; log-probabilities are taken at the same temperature."""
+    top_p: Fraction = 1.0
+    """Nucleus sampling bound; 1.0 is off."""
+    feature_layers: list[Fraction] = Field(default=[0.25, 0.5, 0.75], min_length=1)
+    """Depths of the feature network whose hidden states are matched, as fractions of its layers."""
+    embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "last_token"
+    """How a block's hidden states become one vector."""
+    whitening: Literal["feature", "sample", "none"] = "feature"
+    """`feature`: the paper's; `sample`: the authors' code; `none`: plain inner products."""
+    whiten_tol: float = Field(default=1e-5, gt=0.0, lt=1.0)
+    """Singular values below this share of the largest count as zero (never below the features' precision)."""
+    alignment_coef: NonNegative = 1.0
+    """Weight of the alignment part of the reward."""
+    diversity_coef: NonNegative = 1.0
+    """Weight of the diversity part of the reward."""
+    rl_coef: NonNegative = 1.0
+    """Weight of the policy-gradient loss."""
+    ce_coef: NonNegative = 0.0
+    """Weight of the cross-entropy on the document's own tokens (the paper's γ: 0, 0.03, 0.1)."""
+    kl_coef: NonNegative = 0.0
+    """Weight of the KL penalty towards the base model."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Estimator of the KL penalty."""
+    ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Exponential moving average of the trained weights; the average is what is saved at the end. 0 is off."""
+    advantage_estimator: Literal["rloo", "group_norm", "reinforce"] = "rloo"
+    """How rewards become advantages."""
+    min_completion_prefix: NonNegativeInt = 0
+    """Completion tokens to keep before the first anchor behind a prompt."""
+    document_masking: bool = True
+    """Documents packed into one row do not see each other."""
+    feature_device: str | None = None
+    """Device of the frozen feature network of full fine-tuning (`cpu`, `cuda:1`); unset: the trainer's."""
+    max_dropped_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
+    """The run stops when more than this share of a step's groups has unusable features."""
+
+
+class TrainerConfig(Section):
+    """Optimiser, schedule, batch, precision, checkpoints."""
+
+    learning_rate: float = Field(default=1e-5, gt=0.0)
+    """Peak learning rate."""
+    lr_scheduler: Literal["constant", "linear", "cosine"] = "cosine"
+    """Shape of the learning rate after warmup."""
+    warmup_ratio: float = Field(default=0.03, ge=0.0, le=1.0)
+    """Share of the steps spent warming up."""
+    weight_decay: NonNegative = 0.0
+    """AdamW weight decay."""
+    adam_beta1: float = Field(default=0.9, ge=0.0, lt=1.0)
+    """AdamW first-moment decay."""
+    adam_beta2: float = Field(default=0.95, ge=0.0, lt=1.0)
+    """AdamW second-moment decay."""
+    max_grad_norm: float = Field(default=1.0, gt=0.0)
+    """Gradient norm clipping."""
+    micro_batch_size: PositiveInt = 1
+    """Rows per forward pass."""
+    gradient_accumulation_steps: PositiveInt | None = None
+    """Micro-batches per optimiser step; unset: from `batch_size`, or 1."""
+    batch_size: PositiveInt | None = None
+    """Rows per optimiser step; must be a multiple of `micro_batch_size`. Unset: micro-batch × accumulation."""
+    max_steps: PositiveInt | None = None
+    """Optimiser steps. At most one of `max_steps` and `num_train_epochs`; neither: one epoch."""
+    num_train_epochs: float | None = Field(default=None, gt=0.0)
+    """Passes over the training rows."""
+    precision: Literal["auto", "float32", "bfloat16"] = "auto"
+    """`auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    attention: Literal["auto", "sdpa", "flex"] = "auto"
+    """Attention of the packed forward. `auto`: FlexAttention on CUDA, SDPA elsewhere."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to train."""
+    save_every: PositiveInt = 50
+    """Steps between checkpoints."""
+    keep_checkpoints: PositiveInt = 2
+    """Checkpoints kept on disk (the newest ones)."""
+    eval_every: PositiveInt | None = None
+    """Steps between evaluations on held-out rows; unset: none during training."""
+    eval_rows: PositiveInt = 16
+    """Held-out rows used by those evaluations."""
+    seed: int = 0
+    """Seed of everything random in training: order of rows, rollouts, dropout, initial adapters."""
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches per optimiser step."""
+        if self.gradient_accumulation_steps is not None:
+            return self.gradient_accumulation_steps
+        return 1 if self.batch_size is None else self.batch_size // self.micro_batch_size
+
+
+class LoraConfig(Section):
+    """Low-rank adapters. `lora: null` trains every weight."""
+
+    r: PositiveInt = 16
+    """Rank."""
+    alpha: float = Field(default=32.0, gt=0.0)
+    """Scale: the update is multiplied by alpha / r (alpha / √r with `use_rslora`)."""
+    dropout: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Dropout on the adapters' input."""
+    target_modules: str | list[str] = "all-linear"
+    """`all-linear`, a list of module names, or a regular expression over full module names."""
+    use_rslora: bool = False
+    """Rank-stabilised scale."""
+    use_dora: bool = False
+    """Weight-decomposed adapters (DoRA)."""
+
+
+class VLLMConfig(Section):
+    """Reserved for structured mode, which this version does not have: it takes no keys yet."""
+
+
+class EvaluateConfig(Section):
+    """The comparison of base and tuned model on held-out rows."""
+
+    max_rows: PositiveInt = 64
+    """Held-out rows evaluated."""
+    n_samples: PositiveInt = 4
+    """Samples per anchor in the evaluation."""
+    batch_rows: PositiveInt = 4
+    """Rows per forward pass."""
+    bootstrap_samples: PositiveInt = 2000
+    """Resamples of the paired bootstrap (over documents)."""
+    confidence: float = Field(default=0.95, gt=0.0, lt=1.0)
+    """Coverage of the reported intervals."""
+    sample_rollouts: NonNegativeInt = 8
+    """Rollouts shown beside the ground truth in the report."""
+    seed: int = 1234
+    """Seed of the evaluation's rollouts: the same for both models."""
+
+
+class PublishConfig(Section):
+    """What happens to a finished model."""
+
+    enabled: bool = True
+    """Register the merged model in MLflow."""
+    registered_model_name: str | None = None
+    """Name in the registry; unset: the run's name."""
+    alias: str = "challenger"
+    """Alias that points to the new version."""
+
+
+class TrackingConfig(Section):
+    """MLflow."""
+
+    mlflow_uri: str | None = None
+    """Tracking server or `sqlite:///…`; unset: `MLFLOW_TRACKING_URI`, else `mlflow.db` in the workspace."""
+    experiment: str = "ebft"
+    """Experiment that holds the runs."""
+    tags: dict[str, str] = Field(default_factory=dict)
+    """Extra tags of the MLflow run."""
+
+
+class StorageConfig(Section):
+    """Disk space rules of the workspace."""
+
+    reserve_gb: NonNegative = 1.0
+    """Free space, in GB, that must remain after the estimated need of the run."""
+
+
+class RunConfig(Section):
+    """A whole run. `model` and `data` are required; everything else has a default."""
+
+    name: str = Field(default="ebft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
+    """Name of the run: part of its folder, its MLflow run and its registered model."""
+    workspace: str = "runs"
+    """Folder that holds caches, checkpoints, models and reports."""
+    model: ModelConfig
+    data: DataConfig
+    ebft: EBFTConfig = EBFTConfig()
+    trainer: TrainerConfig = TrainerConfig()
+    lora: LoraConfig | None = LoraConfig()
+    vllm: VLLMConfig = VLLMConfig()
+    evaluate: EvaluateConfig = EvaluateConfig()
+    publish: PublishConfig = PublishConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    storage: StorageConfig = StorageConfig()
