@@ -1,0 +1,225 @@
+"""Planning of a run: what it reads, which stages it has, which of them are done already.
+
+Everything is known before anything runs. A stage's key is a digest of the code, of the parts of the
+configuration the stage reads, of the keys of the stages it reads, and of the outside files it reads.
+Two runs that agree on these share the stage's output; a change anywhere gives a new key.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from ebft_core.base_model import digest_model_folder
+from ebft_core.config import RunConfig, SourceConfig
+from ebft_core.data.sources import fingerprint_sources
+from ebft_core.errors import UserError
+from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
+from ebft_core.redact import redact
+
+JOURNAL = "events.jsonl"
+"""A stage's journal inside its committed output, for runs that share the stage."""
+
+StageState = Literal["done", "partial", "missing"]
+
+_READS: Mapping[str, tuple[str, ...]] = {
+    "prepare_base": ("model",),
+    "tokenize": (
+        "model.chat_template",
+        "model.trust_remote_code",
+        "data",
+        "ebft.mode",
+        "ebft.stride",
+        "ebft.context_length",
+        "ebft.generate_max_len",
+        "ebft.min_completion_prefix",
+    ),
+    "train": ("ebft", "trainer", "lora"),
+    "merge": ("lora",),
+    "evaluate": ("evaluate", "ebft", "trainer"),
+    "publish": ("publish", "name", "tracking"),
+}
+"""Stage -> the parts of the configuration it reads, in the order in which the stages run."""
+
+_NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
+    "trainer": frozenset({"save_every", "keep_checkpoints"})
+}
+_WHERE_NOT_WHAT = frozenset({"workspace", "storage"})
+
+STAGES = tuple(_READS)
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """One stage of a run: its key, the folder of its output and the folder of its unfinished work."""
+
+    name: str
+    key: str
+    output: Path
+    work: Path
+
+    @property
+    def state(self) -> StageState:
+        """`done` (by names and sizes; whoever skips the stage hashes it), `partial` or `missing`."""
+        if verify_folder(self.output, deep=False) is not None:
+            return "done"
+        return "partial" if self.work.is_dir() and any(self.work.iterdir()) else "missing"
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """A run before it starts. Digests are hex sha256; `base_digest` is None until a hub model is fetched."""
+
+    name: str
+    run_key: str
+    run_dir: Path
+    workspace: Path
+    working_dir: Path
+    config_digest: str
+    code_digest: str
+    data_digest: str
+    base_digest: str | None
+    stages: tuple[StagePlan, ...]
+
+    def stage(self, name: str) -> StagePlan:
+        """The plan of one stage. Raises UserError for an unknown name."""
+        for stage in self.stages:
+            if stage.name == name:
+                return stage
+        raise UserError("no such stage", where="stage", value=name, expected=", ".join(STAGES))
+
+    def before(self, name: str) -> tuple[StagePlan, ...]:
+        """The stages that come before `name`."""
+        return self.stages[: self.stages.index(self.stage(name))]
+
+
+def plan_run(config: RunConfig) -> RunPlan:
+    """Digest everything the run reads and lay out its folders; writes nothing.
+
+    Raises:
+        UserError: a source matches no file, or the base model's folder is not one.
+    """
+    working_dir = Path.cwd()
+    workspace = (working_dir / Path(config.workspace).expanduser()).resolve()
+    document = redact(config.model_dump(mode="json"))
+    code = code_digest()
+    data = fingerprint_sources(config.data.sources)
+    base = _base_digest(config)
+    external = {"prepare_base": {"base": base, "chat_template": _file_digest(config)}, "tokenize": data}
+    stages: list[StagePlan] = []
+    for name, parts in _READS.items():
+        key = digest_json(
+            {
+                "stage": name,
+                "code": code,
+                "config": {part: _part(document, part) for part in parts},
+                "inputs": [stage.key for stage in stages],
+                "external": external.get(name),
+            }
+        )
+        stages.append(
+            StagePlan(name, key, workspace / "stages" / name / key, workspace / "work" / name / key)
+        )
+    config_digest = digest_json({k: v for k, v in document.items() if k not in _WHERE_NOT_WHAT})
+    run_key = digest_json({"config": config_digest, "stages": [stage.key for stage in stages]})
+    return RunPlan(
+        name=config.name,
+        run_key=run_key,
+        run_dir=workspace / "runs" / f"{config.name}-{run_key[:12]}",
+        workspace=workspace,
+        working_dir=working_dir,
+        config_digest=config_digest,
+        code_digest=code,
+        data_digest=data,
+        base_digest=base if config.model.from_scratch is None else None,
+        stages=tuple(stages),
+    )
+
+
+def write_run_folder(plan: RunPlan, config: RunConfig) -> None:
+    """Create the run's folder: `config.yaml` (resolved, without secrets) and `plan.json`."""
+    for folder in ("events", "logs", "stages"):
+        (plan.run_dir / folder).mkdir(parents=True, exist_ok=True)
+    document = redact(config.model_dump(mode="json"))
+    write_text_atomic(
+        plan.run_dir / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
+    )
+    write_json_atomic(plan.run_dir / "plan.json", _to_json(plan))
+
+
+def read_plan(run_dir: Path) -> RunPlan:
+    """The plan of an existing run. Raises UserError if there is none."""
+    path = run_dir / "plan.json"
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            "not a run folder",
+            where="--run-dir",
+            value=str(run_dir),
+            expected="a folder with a plan.json",
+            hint="`ebft run CONFIG` creates one",
+        ) from error
+    stages = tuple(StagePlan(s["name"], s["key"], Path(s["output"]), Path(s["work"])) for s in data["stages"])
+    paths = {name: Path(data[name]) for name in ("run_dir", "workspace", "working_dir")}
+    return RunPlan(**{**data, **paths, "stages": stages})
+
+
+@cache
+def code_digest() -> str:
+    """Digest of every Python file of `ebft_core`."""
+    root = Path(__file__).parent
+    return digest_files(root.rglob("*.py"), root=root)
+
+
+def _base_digest(config: RunConfig) -> str | None:
+    """What is known about the base model before it is made or fetched."""
+    model = config.model
+    if model.from_scratch is not None:
+        return fingerprint_sources([SourceConfig(path=pattern) for pattern in model.from_scratch.sources])
+    if model.name_or_path is not None and Path(model.name_or_path).expanduser().is_dir():
+        return digest_model_folder(Path(model.name_or_path).expanduser())
+    return None  # a hub id: the stage resolves the revision and records its digest
+
+
+def _file_digest(config: RunConfig) -> str | None:
+    template = config.model.chat_template
+    if template is None:
+        return None
+    path = Path(template).expanduser()
+    if not path.is_file():
+        raise UserError(
+            "file not found", where="model.chat_template", value=template, expected="a Jinja template"
+        )
+    return digest_files([path])
+
+
+def _part(document: Mapping[str, Any], dotted: str) -> Any:
+    value: Any = document
+    for key in dotted.split("."):
+        value = value[key]
+    skipped = _NO_EFFECT_ON_RESULT.get(dotted)
+    return {k: v for k, v in value.items() if k not in skipped} if skipped else value
+
+
+def _to_json(plan: RunPlan) -> dict[str, Any]:
+    return {
+        "name": plan.name,
+        "run_key": plan.run_key,
+        "run_dir": str(plan.run_dir),
+        "workspace": str(plan.workspace),
+        "working_dir": str(plan.working_dir),
+        "config_digest": plan.config_digest,
+        "code_digest": plan.code_digest,
+        "data_digest": plan.data_digest,
+        "base_digest": plan.base_digest,
+        "stages": [
+            {"name": s.name, "key": s.key, "output": str(s.output), "work": str(s.work)} for s in plan.stages
+        ],
+    }
