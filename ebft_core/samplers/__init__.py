@@ -1,0 +1,1 @@
+"""Samplers: where the generated blocks come from. `strided.py` rolls out in this process."""

@@ -1,0 +1,144 @@
+"""Block-parallel rollout at every anchor of every row, in this process.
+
+The document is prefilled once per row into a key/value cache; each step then feeds only the newest
+token of every block. Token 0 of a block is drawn from the logits of document position a_b - 1, later
+tokens from the logits of the block's previous token; the last token needs no forward pass. The head
+runs on the positions that are sampled from and nowhere else. Cost in token-forwards per row:
+L + (G - 1)·A·N. Legend: see `geometry.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ebft_core.attention import PrefixCache, run_backbone
+from ebft_core.geometry import PackedLayout, pack_layout
+from ebft_core.model_parts import backbone_of, evaluation_mode, head_of, prepare_for_packing
+
+HEAD_ROWS = 1024
+"""Positions per call of the head while sampling: bounds the logits that exist at once."""
+
+
+def rollout(
+    model: nn.Module,
+    input_ids_RL: Tensor,
+    anchors_RA: Tensor,
+    *,
+    n_samples: int,
+    generate_max_len: int,
+    temperature: float,
+    top_p: float = 1.0,
+    generator: Generator | None = None,
+    document_ids_RL: Tensor | None = None,
+    uniforms_RANG: Tensor | None = None,
+) -> Tensor:
+    """N continuations of G tokens at every anchor.
+
+    Args:
+        model: causal language model (or PEFT model, adapters as they are set); run without dropout.
+        input_ids_RL: document tokens, padded at the end.
+        anchors_RA: int64, -1 where a row has fewer anchors.
+        temperature: τ of softmax(logits / τ); 0 takes the most likely token.
+        top_p: smallest set of most likely tokens whose probability reaches `top_p`; 1.0 is off.
+        generator: source of the random numbers (CPU generator); None: the global one.
+        document_ids_RL: documents of a packed row, -1 = padding; None: one document per row.
+        uniforms_RANG: random numbers in [0, 1) to use instead of `generator`: one per token, drawn by
+            inverse CDF, so the same numbers give two similar models similar samples.
+
+    Returns:
+        `tokens_RANG`, int64; zeros at anchors that are -1.
+
+    Raises:
+        UserError: the architecture is not supported. FloatingPointError: the logits are not finite.
+    """
+    R, L = input_ids_RL.shape
+    A = anchors_RA.shape[1]
+    if uniforms_RANG is None and temperature > 0:
+        uniforms_RANG = torch.rand(R, A, n_samples, generate_max_len, generator=generator)
+    prepare_for_packing(model, L + generate_max_len)
+    layout = pack_layout(anchors_RA, n_samples, generate_max_len, L, document_ids_RL)
+    with torch.no_grad(), evaluation_mode(model):
+        tokens_RBG = _decode_blocks(model, input_ids_RL, layout, temperature, top_p, uniforms_RANG)
+    tokens_RANG = tokens_RBG.view(R, A, n_samples, generate_max_len)
+    return tokens_RANG * layout.valid_RA[:, :, None, None]
+
+
+def _decode_blocks(
+    model: nn.Module,
+    input_ids_RL: Tensor,
+    layout: PackedLayout,
+    temperature: float,
+    top_p: float,
+    uniforms_RANG: Tensor | None,
+) -> Tensor:
+    backbone, head = backbone_of(model), head_of(model)
+    R, L = input_ids_RL.shape
+    B, G, N = layout.num_blocks, layout.block_length, layout.n_samples
+    device = input_ids_RL.device
+    uniforms_RBG = None if uniforms_RANG is None else uniforms_RANG.to(device).reshape(R, B, G)
+    position_RBG = layout.position_RT[:, L:].view(R, B, G)
+    tokens_RBG = torch.empty(R, B, G, dtype=torch.int64, device=device)
+    finite = torch.ones((), dtype=torch.bool, device=device)
+    cache = PrefixCache(layout)
+
+    hidden_RLH = run_backbone(backbone, input_ids_RL, layout.position_RT[:, :L], cache)
+    before_RA = (layout.anchors_RA - 1).clamp(min=0)
+    hidden_RAH = hidden_RLH.gather(1, before_RA[..., None].expand(-1, -1, hidden_RLH.shape[-1]))
+    repeats = N  # the N samples of an anchor share the distribution of their first token
+    hidden_RXH = hidden_RAH
+    for step in range(G):
+        uniforms_RB = None if uniforms_RBG is None else uniforms_RBG[:, :, step]
+        tokens_RB, ok = _sample(head, hidden_RXH, repeats, uniforms_RB, temperature, top_p)
+        tokens_RBG[:, :, step] = tokens_RB
+        finite &= ok
+        if step + 1 < G:
+            cache.step = step
+            hidden_RXH = run_backbone(backbone, tokens_RB, position_RBG[:, :, step], cache)
+            repeats = 1
+    if not bool(finite):
+        raise FloatingPointError("the policy's logits are not finite: training has diverged")
+    return tokens_RBG
+
+
+def _sample(
+    head: nn.Module,
+    hidden_RXH: Tensor,
+    repeats: int,
+    uniforms_RB: Tensor | None,
+    temperature: float,
+    top_p: float,
+) -> tuple[Tensor, Tensor]:
+    """One token for each of `repeats` blocks per hidden state; and whether all logits were finite."""
+    R, X, H = hidden_RXH.shape
+    flat_XH = hidden_RXH.reshape(R * X, H)
+    uniforms_XN = None if uniforms_RB is None else uniforms_RB.reshape(R * X, repeats)
+    chunks, finite = [], torch.ones((), dtype=torch.bool, device=flat_XH.device)
+    for start in range(0, R * X, HEAD_ROWS):
+        part = slice(start, start + HEAD_ROWS)
+        logits_XV = head(flat_XH[part]).float()
+        finite &= logits_XV.isfinite().all()
+        if uniforms_XN is None or temperature == 0:
+            chunks.append(logits_XV.argmax(dim=-1, keepdim=True).expand(-1, repeats))
+        else:
+            chunks.append(_inverse_cdf(logits_XV / temperature, uniforms_XN[part], top_p))
+    return torch.cat(chunks).reshape(R, X * repeats), finite
+
+
+def _inverse_cdf(logits_XV: Tensor, uniforms_XN: Tensor, top_p: float) -> Tensor:
+    """Tokens `(X, N)`: the first token whose cumulative probability exceeds the uniform number."""
+    probs_XV = logits_XV.softmax(dim=-1)
+    if top_p < 1.0:
+        probs_XV = _nucleus(probs_XV, top_p)
+    cdf_XV = probs_XV.cumsum(dim=-1)
+    # Scaling by the last value keeps a uniform number below the total although sums are rounded.
+    thresholds_XN = uniforms_XN.to(cdf_XV) * cdf_XV[:, -1:]
+    return torch.searchsorted(cdf_XV, thresholds_XN, right=True).clamp_(max=cdf_XV.shape[-1] - 1)
+
+
+def _nucleus(probs_XV: Tensor, top_p: float) -> Tensor:
+    """Probabilities with everything outside the nucleus set to zero (the most likely token always stays)."""
+    sorted_XV, order_XV = probs_XV.sort(dim=-1, descending=True)
+    mass_before_XV = sorted_XV.cumsum(dim=-1) - sorted_XV
+    kept_XV = sorted_XV.masked_fill(mass_before_XV >= top_p, 0.0)
+    return torch.zeros_like(probs_XV).scatter(-1, order_XV, kept_XV)

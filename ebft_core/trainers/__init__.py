@@ -1,0 +1,3 @@
+"""Training: `step.py` is the pure step, `ebft.py` the transformers trainer around it, `checkpoints.py` what
+survives a crash.
+"""
