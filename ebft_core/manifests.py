@@ -89,7 +89,7 @@ def commit_folder(staging: Path, target: Path, *, schema: str, meta: Mapping[str
             raise ValueError(f"{path}: the name {MANIFEST} is reserved")
         _fsync(path)
         files.append({"path": name, "sha256": sha256_file(path), "bytes": path.stat().st_size})
-    total = sum(int(entry["bytes"]) for entry in files)
+    total = sum(path.stat().st_size for path in _walk(staging))
     body: dict[str, Any] = {"schema": schema, "bytes": total, "files": files, "meta": dict(meta)}
     write_text_atomic(staging / MANIFEST, _render(body))
     for folder in [p for p in staging.rglob("*") if p.is_dir()] + [staging]:

@@ -18,10 +18,10 @@ import yaml
 
 from ebft_core.base_model import digest_model_folder
 from ebft_core.config import RunConfig, SourceConfig
-from ebft_core.data.sources import fingerprint_sources
+from ebft_core.config.redaction import redact
+from ebft_core.data.sources import digest_sources
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
-from ebft_core.redact import redact
 
 JOURNAL = "events.jsonl"
 """A stage's journal inside its committed output, for runs that share the stage."""
@@ -109,7 +109,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     workspace = (working_dir / Path(config.workspace).expanduser()).resolve()
     document = redact(config.model_dump(mode="json"))
     code = code_digest()
-    data = fingerprint_sources(config.data.sources)
+    data = digest_sources(config.data.sources)
     base = _base_digest(config)
     external = {"prepare_base": {"base": base, "chat_template": _file_digest(config)}, "tokenize": data}
     stages: list[StagePlan] = []
@@ -182,7 +182,7 @@ def _base_digest(config: RunConfig) -> str | None:
     """What is known about the base model before it is made or fetched."""
     model = config.model
     if model.from_scratch is not None:
-        return fingerprint_sources([SourceConfig(path=pattern) for pattern in model.from_scratch.sources])
+        return digest_sources([SourceConfig(path=pattern) for pattern in model.from_scratch.sources])
     if model.name_or_path is not None and Path(model.name_or_path).expanduser().is_dir():
         return digest_model_folder(Path(model.name_or_path).expanduser())
     return None  # a hub id: the stage resolves the revision and records its digest

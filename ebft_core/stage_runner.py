@@ -91,7 +91,7 @@ def main(name: str, run_dir: Path, *, modules: Mapping[str, str] = STAGE_MODULES
         events.message(f"stopped: {stop.reason or error}")
         return ExitCode.PREEMPTED
     except UserError as error:
-        events.error(error.to_json())
+        events.error({**error.to_json(), "text": error.render()})
         logger.error("%s", error.render())
         return ExitCode.BAD_INPUT
     except Exception as error:
