@@ -1,0 +1,42 @@
+"""Settings of the whole test suite: one thread, no network, GPU tests only where there is a GPU."""
+
+from __future__ import annotations
+
+import os
+
+# Libraries read these when they are imported, so they are set before any import of them.
+os.environ.update(
+    HF_HUB_OFFLINE="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    DO_NOT_TRACK="1",
+    PREFECT_SERVER_ANALYTICS_ENABLED="false",
+    MLFLOW_DISABLE_TELEMETRY="true",
+    TOKENIZERS_PARALLELISM="false",
+)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """One thread per process (tests are spread over processes); same examples in every hypothesis run."""
+    import torch
+    from hypothesis import settings
+
+    torch.set_num_threads(1)
+    settings.register_profile("ebft", deadline=None, derandomize=True, max_examples=50, print_blob=True)
+    settings.load_profile("ebft")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` on machines without CUDA."""
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and not _has_cuda():
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
