@@ -7,22 +7,29 @@ fields stand in `rules.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors, values are not coerced from strings."""
+    """A part of the configuration: unknown keys are errors; no value changes its type."""
 
     model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=True, protected_namespaces=()
+        extra="forbid",
+        strict=True,
+        allow_inf_nan=False,
+        frozen=True,
+        use_attribute_docstrings=True,
+        validate_default=True,
+        protected_namespaces=(),
     )
 
 
 Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 NonNegative = Annotated[float, Field(ge=0.0)]
 
 
@@ -33,7 +40,7 @@ class FromScratchConfig(Section):
     """Glob patterns of the text the base model is trained on. `stdlib:` stands for the folder of the
     installed Python standard library, so `stdlib:*.py` is its top-level modules."""
     tokenizer: Literal["byte", "bpe"] = "byte"
-    """`byte`: one token per byte (vocabulary 256 + special tokens). `bpe`: byte-level BPE trained on `sources`."""
+    """`byte`: one token per byte (256 + special tokens). `bpe`: byte-level BPE trained on `sources`."""
     vocab_size: PositiveInt = 4096
     """Size of the BPE vocabulary; not used by the byte tokenizer."""
     hidden_size: PositiveInt = 192
@@ -56,7 +63,7 @@ class FromScratchConfig(Section):
     """Tokens per sequence."""
     learning_rate: float = Field(default=2e-3, gt=0)
     """Peak learning rate (cosine schedule with 5 % warmup)."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of the initial weights and of the order of the data."""
 
 
@@ -127,14 +134,15 @@ class DataConfig(Section):
     """Longest row in tokens. Longer text documents are cut into rows; longer prompt/completion rows are
     truncated at the end, keeping the prompt first and at least one completion token."""
     packing: bool = False
-    """Put several documents into one row until `sequence_length` is reached (document ids keep them apart)."""
+    """Put several documents into one row, up to `sequence_length` (document ids keep them apart)."""
     append_eos: bool = True
     """End every document with the tokenizer's end-of-sequence token."""
     heldout_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the documents kept for evaluation. Membership is decided by each document's hash, so it
     does not change when documents are added."""
     bad_rows: Literal["fail", "quarantine"] = "fail"
-    """`fail`: stop at the first report of bad rows. `quarantine`: set them aside in a file, up to `max_bad_fraction`."""
+    """`fail`: stop at the first report of bad rows. `quarantine`: set them aside in a file, up to
+    `max_bad_fraction`."""
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0)
     """Largest share of rows that `quarantine` accepts."""
     max_documents: PositiveInt | None = None
@@ -173,13 +181,13 @@ class EBFTConfig(Section):
     rl_coef: NonNegative = 1.0
     """Weight of the policy-gradient loss."""
     ce_coef: NonNegative = 0.0
-    """Weight of the cross-entropy on the document's own tokens (the paper's γ: 0, 0.03, 0.1)."""
+    """Weight of the cross-entropy on the document's own tokens (the paper's gamma: 0, 0.03, 0.1)."""
     kl_coef: NonNegative = 0.0
     """Weight of the KL penalty towards the base model."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Estimator of the KL penalty."""
     ema_decay: float = Field(default=0.0, ge=0.0, lt=1.0)
-    """Exponential moving average of the trained weights; the average is what is saved at the end. 0 is off."""
+    """Exponential moving average of the trained weights; the average is what is saved. 0 is off."""
     advantage_estimator: Literal["rloo", "group_norm", "reinforce"] = "rloo"
     """How rewards become advantages."""
     min_completion_prefix: NonNegativeInt = 0
@@ -214,7 +222,7 @@ class TrainerConfig(Section):
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per optimiser step; unset: from `batch_size`, or 1."""
     batch_size: PositiveInt | None = None
-    """Rows per optimiser step; must be a multiple of `micro_batch_size`. Unset: micro-batch × accumulation."""
+    """Rows per optimiser step, a multiple of `micro_batch_size`. Unset: micro-batch times accumulation."""
     max_steps: PositiveInt | None = None
     """Optimiser steps. At most one of `max_steps` and `num_train_epochs`; neither: one epoch."""
     num_train_epochs: float | None = Field(default=None, gt=0.0)
@@ -235,7 +243,7 @@ class TrainerConfig(Section):
     """Steps between evaluations on held-out rows; unset: none during training."""
     eval_rows: PositiveInt = 16
     """Held-out rows used by those evaluations."""
-    seed: int = 0
+    seed: Seed = 0
     """Seed of everything random in training: order of rows, rollouts, dropout, initial adapters."""
 
     @property
@@ -282,7 +290,7 @@ class EvaluateConfig(Section):
     """Coverage of the reported intervals."""
     sample_rollouts: NonNegativeInt = 8
     """Rollouts shown beside the ground truth in the report."""
-    seed: int = 1234
+    seed: Seed = 1234
     """Seed of the evaluation's rollouts: the same for both models."""
 
 
@@ -332,3 +340,9 @@ class RunConfig(Section):
     publish: PublishConfig = PublishConfig()
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
+
+    @field_validator("lora", mode="before")
+    @classmethod
+    def _none_is_null(cls, value: Any) -> Any:
+        """`lora: none`, as on a command line, reads as `lora: null`."""
+        return None if isinstance(value, str) and value.lower() == "none" else value

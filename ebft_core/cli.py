@@ -1,0 +1,143 @@
+"""The commands that need no server: `validate`, `schema`, `reference`, `preview`, `stage`, `evaluate`, `merge`.
+
+`flows/cli.py` adds `run`, `up` and the like and installs everything as `ebft`; here,
+`python -m ebft_core.cli` works without Prefect and MLflow. torch is imported by the commands that compute.
+"""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+
+from ebft_core.config import load_config
+from ebft_core.config.loading import config_advice, dump_yaml
+from ebft_core.errors import ExitCode, UserError, UserErrors
+
+app = typer.Typer(
+    name="ebft",
+    help="Energy-Based Fine-Tuning of language models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+
+SetOption = Annotated[
+    list[str],
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="Change one value, for example `--set ebft.stride=4`. Repeatable."
+    ),
+]
+ConfigArgument = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run file (YAML).")]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", "-o", help="File to write; unset: standard output.")
+]
+
+
+@contextmanager
+def exit_codes() -> Iterator[None]:
+    """Turns errors into exit codes: a `UserError` is shown and exits 78, anything unexpected exits 70."""
+    try:
+        yield
+    except UserError as error:
+        fail(error)
+    except Exception:  # noqa: BLE001 (the outermost handler of a program: shown in full, with its own code)
+        traceback.print_exc()
+        raise SystemExit(ExitCode.INTERNAL) from None
+
+
+def fail(error: UserError) -> NoReturn:
+    """Show an error of the user's and exit with 78."""
+    typer.echo(error.render(), err=True)
+    raise SystemExit(ExitCode.BAD_INPUT)
+
+
+@app.command()
+def validate(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files (YAML).")],
+    overrides: SetOption = [],  # noqa: B006 (typer copies it)
+) -> None:
+    """Print the resolved configuration of each FILE, or every error with its key path and line."""
+    with exit_codes():
+        errors: list[UserError] = []
+        for file in files:
+            try:
+                config = load_config(file, overrides)
+            except UserErrors as error:
+                errors += error.errors
+                continue
+            typer.echo(f"# {file}\n{dump_yaml(config)}", nl=False)
+            for advice in config_advice(config):
+                typer.echo(f"advice: {advice} ({file})", err=True)
+        if errors:
+            raise UserErrors(errors)
+
+
+@app.command()
+def schema(output: OutputOption = None) -> None:
+    """Write the JSON Schema of run files, which gives editors completion and checks."""
+    from ebft_core.config.schema_view import schema_text
+
+    with exit_codes():
+        _write(schema_text, output)
+
+
+@app.command()
+def reference(output: OutputOption = None) -> None:
+    """Write the configuration reference (Markdown), generated from the schema."""
+    from ebft_core.config.reference import reference_text
+
+    with exit_codes():
+        _write(reference_text, output)
+
+
+@app.command()
+def stage(
+    name: Annotated[str, typer.Argument(help="prepare_base, tokenize, train, merge or evaluate.")],
+    run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder of a planned run.")],
+) -> None:
+    """Run one stage of a planned run (exit code 0 done, 75 stopped, 78 bad input, 70 internal)."""
+    with exit_codes():
+        from ebft_core import stage_runner
+
+        raise SystemExit(int(stage_runner.main(name, run_dir)))
+
+
+@app.command()
+def preview(
+    config: ConfigArgument,
+    rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
+    overrides: SetOption = [],  # noqa: B006
+) -> None:
+    """Show rows as the trainer sees them: ids, decoded text, supervised spans, anchors."""
+    with exit_codes():
+        run = load_config(config, overrides)
+        from ebft_core.data.preview import preview as show
+
+        show(run, rows=rows)
+
+
+def _write(make: Callable[[], str], output: Path | None) -> None:
+    text = make()
+    if output is None:
+        typer.echo(text, nl=False)
+        return
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the file cannot be written: {error.strerror}", where=str(output)) from error
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Entry point of `python -m ebft_core.cli`."""
+    return app(args=sys.argv[1:] if arguments is None else arguments)
+
+
+if __name__ == "__main__":
+    main()
