@@ -1,0 +1,1 @@
+"""A base model made here: tokenizer, small Llama, cross-entropy training on text."""
