@@ -39,7 +39,7 @@ class LowRankUpdate:
         """Whether both updates are the same function of the weight, value by value."""
         return (
             self.scale == other.scale
-            and self.magnitude_per_row == other.magnitude_per_row
+            and (self.magnitude is None or self.magnitude_per_row == other.magnitude_per_row)
             and _same(self.left, other.left)
             and _same(self.right, other.right)
             and _same(self.magnitude, other.magnitude)
