@@ -1,4 +1,4 @@
-"""The commands that need no server: `validate`, `schema`, `reference`, `preview`, `stage`, `evaluate`, `merge`.
+"""The commands that need no server: `validate`, `schema`, `preview`, `stage`, `evaluate`, `merge` and so on.
 
 `flows/cli.py` adds `run`, `up` and the like and installs everything as `ebft`; here,
 `python -m ebft_core.cli` works without Prefect and MLflow. torch is imported by the commands that compute.
@@ -29,7 +29,7 @@ app = typer.Typer(
 )
 
 SetOption = Annotated[
-    list[str],
+    list[str] | None,
     typer.Option(
         "--set", metavar="KEY=VALUE", help="Change one value, for example `--set ebft.stride=4`. Repeatable."
     ),
@@ -47,6 +47,8 @@ def exit_codes() -> Iterator[None]:
         yield
     except UserError as error:
         fail(error)
+    except BrokenPipeError:  # `| head`: typer ends quietly
+        raise
     except Exception:  # noqa: BLE001 (the outermost handler of a program: shown in full, with its own code)
         traceback.print_exc()
         raise SystemExit(ExitCode.INTERNAL) from None
@@ -60,15 +62,15 @@ def fail(error: UserError) -> NoReturn:
 
 @app.command()
 def validate(
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Run files (YAML).")],
-    overrides: SetOption = [],  # noqa: B006 (typer copies it)
+    files: Annotated[list[Path], typer.Argument(metavar="FILE", help="Run files (YAML).")],
+    overrides: SetOption = None,
 ) -> None:
     """Print the resolved configuration of each FILE, or every error with its key path and line."""
     with exit_codes():
         errors: list[UserError] = []
         for file in files:
             try:
-                config = load_config(file, overrides)
+                config = load_config(file, overrides or ())
             except UserErrors as error:
                 errors += error.errors
                 continue
@@ -113,11 +115,11 @@ def stage(
 def preview(
     config: ConfigArgument,
     rows: Annotated[int, typer.Option("--rows", "-n", min=1, help="How many rows to show.")] = 3,
-    overrides: SetOption = [],  # noqa: B006
+    overrides: SetOption = None,
 ) -> None:
     """Show rows as the trainer sees them: ids, decoded text, supervised spans, anchors."""
     with exit_codes():
-        run = load_config(config, overrides)
+        run = load_config(config, overrides or ())
         from ebft_core.data.preview import preview as show
 
         show(run, rows=rows)
