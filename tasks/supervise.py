@@ -21,8 +21,8 @@ from ebft_core.errors import ExitCode, UserError
 from ebft_core.events import EventReader
 from ebft_core.stop import SUPERVISED
 
-GRACE_SECONDS = 25.0
-"""From SIGTERM to SIGKILL; Prefect gives a cancelled flow 30 seconds."""
+GRACE_SECONDS = 20.0
+"""From SIGTERM to SIGKILL; Prefect gives a cancelled flow 30 seconds, and the tracker needs a few of them."""
 
 POLL_SECONDS = 0.2
 _TAIL_LINES = 20
