@@ -6,8 +6,10 @@ Written from the formulas, it shares no code with the package.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,6 +96,48 @@ def slow_logprobs(model: torch.nn.Module, rows: Rows, tokens_RANG: Tensor, *, te
         for n in range(n_samples)
     ]
     return torch.stack(flat).view(tokens_RANG.shape)
+
+
+def _pool(hidden_GH: Tensor, method: str) -> Tensor:
+    length = len(hidden_GH)
+    if method == "last_token":
+        return hidden_GH[-1]
+    if method == "concat":
+        quarters = [length // 4, length // 2, 3 * length // 4]  # ⌊q·G⌋
+        return torch.cat([hidden_GH[i] for i in quarters])
+    return hidden_GH.mean(dim=0)  # every token of a strided block is an action
+
+
+def _block_feature(model: Any, prefix: Tensor, block_G: Tensor, depths: list[float], method: str) -> Tensor:
+    with torch.no_grad():
+        output = model(
+            input_ids=torch.cat([prefix, block_G])[None], output_hidden_states=True, use_cache=False
+        )
+    last = len(output.hidden_states) - 1
+    parts = []
+    for depth in depths:
+        layer = min(max(math.floor(depth * last), 1), last)
+        vector = _pool(output.hidden_states[layer][0, len(prefix) :].double(), method)
+        parts.append(vector / vector.norm())
+    return torch.cat(parts) / math.sqrt(len(depths))
+
+
+def slow_features(
+    model: Any, rows: Rows, tokens_RANG: Tensor, depths: list[float], method: str
+) -> tuple[Tensor, Tensor]:
+    """Zeros where there is no anchor."""
+    n_rows, n_slots, n_samples, length = tokens_RANG.shape
+    hidden = model.get_input_embeddings().weight.shape[1]
+    width = hidden * len(depths) * (3 if method == "concat" else 1)
+    phi = torch.zeros(n_rows, n_slots, n_samples, width, dtype=torch.float64)
+    target = torch.zeros(n_rows, n_slots, width, dtype=torch.float64)
+    for row, slot, anchor in rows.slots():
+        prefix = rows.prefix(row, anchor)
+        truth = rows.input_ids_RL[row, anchor : anchor + length]
+        target[row, slot] = _block_feature(model, prefix, truth, depths, method)
+        for sample, block in enumerate(tokens_RANG[row, slot]):
+            phi[row, slot, sample] = _block_feature(model, prefix, block, depths, method)
+    return phi, target
 
 
 def gradients(model: torch.nn.Module, loss: Tensor) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
@@ -11,8 +10,8 @@ from torch import Tensor
 
 from ebft_core import extract_features
 
-from .slow_path import Rows, make_rows, random_tokens
-from .tiny_models import ARCHITECTURES, HIDDEN, tiny_model, with_dropout, with_lora
+from .slow_path import Rows, make_rows, random_tokens, slow_features
+from .tiny_models import ARCHITECTURES, tiny_model, with_dropout, with_lora
 
 VOCAB = 37
 DEPTHS = [0.25, 0.5, 0.75]
@@ -28,47 +27,6 @@ def _packed_rows() -> Rows:
     return make_rows(
         [21, 17, 7], [[2, 5, 10, 15, 18], [1, 8, 14], [3]], vocab=VOCAB, documents=documents, seed=3
     )
-
-
-def _pool(hidden_GH: Tensor, method: str) -> Tensor:
-    length = len(hidden_GH)
-    if method == "last_token":
-        return hidden_GH[-1]
-    if method == "concat":
-        quarters = [length // 4, length // 2, 3 * length // 4]  # ⌊q·G⌋
-        return torch.cat([hidden_GH[i] for i in quarters])
-    return hidden_GH.mean(dim=0)  # every token of a strided block is an action
-
-
-def _slow_feature(model: Any, prefix: Tensor, block_G: Tensor, depths: list[float], method: str) -> Tensor:
-    with torch.no_grad():
-        output = model(
-            input_ids=torch.cat([prefix, block_G])[None], output_hidden_states=True, use_cache=False
-        )
-    last = len(output.hidden_states) - 1
-    parts = []
-    for depth in depths:
-        layer = min(max(math.floor(depth * last), 1), last)
-        vector = _pool(output.hidden_states[layer][0, len(prefix) :].double(), method)
-        parts.append(vector / vector.norm())
-    return torch.cat(parts) / math.sqrt(len(depths))
-
-
-def _slow_features(
-    model: Any, rows: Rows, tokens_RANG: Tensor, depths: list[float], method: str
-) -> tuple[Tensor, Tensor]:
-    """Zeros where there is no anchor."""
-    n_rows, n_slots, n_samples, length = tokens_RANG.shape
-    width = HIDDEN * len(depths) * (3 if method == "concat" else 1)
-    phi = torch.zeros(n_rows, n_slots, n_samples, width, dtype=torch.float64)
-    target = torch.zeros(n_rows, n_slots, width, dtype=torch.float64)
-    for row, slot, anchor in rows.slots():
-        prefix = rows.prefix(row, anchor)
-        truth = rows.input_ids_RL[row, anchor : anchor + length]
-        target[row, slot] = _slow_feature(model, prefix, truth, depths, method)
-        for sample, block in enumerate(tokens_RANG[row, slot]):
-            phi[row, slot, sample] = _slow_feature(model, prefix, block, depths, method)
-    return phi, target
 
 
 def _fast(model: Any, rows: Rows, tokens: Tensor, depths: list[float], method: str) -> tuple[Tensor, Tensor]:
@@ -89,7 +47,7 @@ def _assert_features(
 ) -> None:
     tokens = random_tokens(rows, 2, length, vocab=VOCAB)
     fast = _fast(model, rows, tokens, depths, method)
-    slow = _slow_features(slow_model, rows, tokens, depths, method)
+    slow = slow_features(slow_model, rows, tokens, depths, method)
     for name, a, b in zip(("phi", "target"), fast, slow, strict=True):
         assert not a.requires_grad
         torch.testing.assert_close(a.double(), b, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")

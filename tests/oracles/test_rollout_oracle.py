@@ -241,3 +241,10 @@ def test_rollouts_run_without_dropout() -> None:
     model.train()
     assert torch.equal(_roll(model, rows, 1, 5, temperature=0.0), quiet)
     assert model.training
+
+
+def test_no_anchor_slots() -> None:
+    """A micro-batch of too-short rows only: A = 0, nothing to generate, no error."""
+    model = tiny_model("llama", vocab=VOCAB, layers=2)
+    rows = Rows(torch.zeros(2, 3, dtype=torch.long), torch.zeros(2, 0, dtype=torch.long), (3, 3))
+    assert _roll(model, rows, 2, 4, temperature=1.0).shape == (2, 0, 2, 4)
