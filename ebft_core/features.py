@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ebft_core.attention import PackedAttention, run_backbone
 from ebft_core.attention.packed import Backend
-from ebft_core.geometry import pack_layout
+from ebft_core.geometry import count_positions, pack_layout
 from ebft_core.model_parts import (
     adapters_disabled,
     backbone_of,
@@ -68,7 +68,7 @@ def extract_features(
         raise ValueError(f"unknown embed_method {embed_method!r}; known: {', '.join(POOLING)}")
     R, L = input_ids_RL.shape
     _, A, N, G = tokens_RANG.shape
-    prepare_for_packing(model, L + G)
+    prepare_for_packing(model, count_positions(L, anchors_RA, G))
     layout = pack_layout(anchors_RA, N, G, L, document_ids_RL)
     packed_RT = torch.cat([input_ids_RL, tokens_RANG.reshape(R, A * N * G)], dim=1)
     offsets_G = torch.arange(G, device=anchors_RA.device)
@@ -98,7 +98,7 @@ def _run(model: nn.Module, packed_RT: Tensor, position_RT: Tensor, plan: PackedA
     return run_backbone(backbone_of(model), packed_RT, position_RT, plan)
 
 
-class _DeepestLayerReached(Exception):
+class _DeepestLayerReached(Exception):  # noqa: N818 (not an error)
     """Ends the forward pass: no later layer is needed."""
 
 

@@ -143,10 +143,15 @@ def pack_layout(
     )
 
 
+def count_positions(length: int, anchors_RA: Tensor, generate_max_len: int) -> int:
+    """Positions that packed rows use: the document's, or more where a block reaches beyond its end."""
+    last = int(anchors_RA.max()) if anchors_RA.numel() else 0
+    return max(length, last + generate_max_len)
+
+
 def _position_in_document(document_RL: Tensor) -> Tensor:
     """Distance of every token from the first token of its document."""
-    R, L = document_RL.shape
-    index_L = torch.arange(L, device=document_RL.device)
+    index_L = torch.arange(document_RL.shape[1], device=document_RL.device)
     starts_RL = torch.ones_like(document_RL, dtype=torch.bool)
     starts_RL[:, 1:] = document_RL[:, 1:] != document_RL[:, :-1]
     start_RL = torch.where(starts_RL, index_L, 0).cummax(dim=1).values

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ebft_core.attention import PackedAttention, run_backbone
 from ebft_core.attention.packed import Backend
-from ebft_core.geometry import pack_layout
+from ebft_core.geometry import count_positions, pack_layout
 from ebft_core.model_parts import backbone_of, head_of, prepare_for_packing
 
 HEAD_ROWS = 1024
@@ -55,7 +55,7 @@ def packed_logprobs(
     document_ids_RL: Tensor | None = None,
     attention: Backend = "sdpa",
 ) -> Tensor:
-    """Log-probabilities `logprob_RANG` (float32, differentiable) of generated blocks; 0 at anchors that are -1.
+    """Log-probabilities `logprob_RANG` of the blocks: float32, differentiable, 0 at anchors that are -1.
 
     Args:
         temperature: τ > 0, the sampler's.
@@ -97,7 +97,7 @@ def packed_forward(
         raise ValueError(f"log-probabilities need temperature > 0, got {temperature}")
     R, L = input_ids_RL.shape
     _, A, N, G = tokens_RANG.shape
-    prepare_for_packing(model, L + G)
+    prepare_for_packing(model, count_positions(L, anchors_RA, G))
     layout = pack_layout(anchors_RA, N, G - 1, L, document_ids_RL)
     fed_RX = tokens_RANG[..., :-1].reshape(R, A * N * (G - 1))
     packed_RT = torch.cat([input_ids_RL, fed_RX], dim=1)
@@ -132,7 +132,7 @@ def packed_forward(
 def token_logprobs(
     head: nn.Module, hidden_XH: Tensor, tokens_XN: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
-    """Log-probabilities `(X, N)` of N tokens under each hidden state, and entropies `(X, 1)` without gradient."""
+    """Log-probabilities `(X, N)` of N tokens per hidden state; entropies `(X, 1)` without gradient."""
     X, N = tokens_XN.shape
     if X == 0:
         return hidden_XH.new_zeros(0, N, dtype=torch.float32), hidden_XH.new_zeros(0, 1, dtype=torch.float32)

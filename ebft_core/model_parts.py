@@ -103,7 +103,7 @@ def _unsupported(config: Any, longest: int) -> str | None:
     for name in _SCALED_HEADS:
         if values.get(name) not in (None, 1, 1.0):
             return f"its logits are transformed behind the head ({name})"
-    positions = values.get("max_position_embeddings")
+    positions = getattr(config, "max_position_embeddings", None)  # some families keep it under another name
     if positions and positions < longest:
         return f"it has {positions} positions, fewer than the {longest} tokens of a row"
     return None

@@ -13,9 +13,10 @@ Legend: see `geometry.py`; J key/value heads, K head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Literal
+from functools import cache, cached_property
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
@@ -58,7 +59,7 @@ class PackedAttention:
         return self._sdpa(query_RHTK, key_RJTK, value_RJTK, scale)
 
     def _flex(self, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        attention = _compiled_flex() if query.is_cuda else flex_attention
+        attention = _compiled_flex() if query.is_cuda else cast("Callable[..., Tensor]", flex_attention)
         return attention(
             query,
             key,
@@ -127,11 +128,7 @@ class PackedAttention:
         )
 
 
-_FLEX: dict[str, object] = {}
-
-
-def _compiled_flex() -> object:
-    """FlexAttention needs compilation to avoid materialising scores; one compiled function serves all calls."""
-    if "flex" not in _FLEX:
-        _FLEX["flex"] = torch.compile(flex_attention, dynamic=True)
-    return _FLEX["flex"]
+@cache
+def _compiled_flex() -> Callable[..., Tensor]:
+    """Uncompiled FlexAttention materialises all scores; one compiled function serves all calls."""
+    return cast("Callable[..., Tensor]", torch.compile(flex_attention, dynamic=True))

@@ -19,7 +19,7 @@ class AttentionPlan(Protocol):
     def attend(
         self, layer: int, query_RHTK: Tensor, key_RJTK: Tensor, value_RJTK: Tensor, scale: float
     ) -> Tensor:
-        """Attention output `(R, heads, T, head_dim)`; keys and values may have fewer heads (J) than queries (H)."""
+        """Attention output `(R, H, T, K)`; keys and values may have fewer heads (J) than queries (H)."""
         ...
 
 

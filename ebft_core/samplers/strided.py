@@ -13,7 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebft_core.attention import PrefixCache, run_backbone
-from ebft_core.geometry import PackedLayout, pack_layout
+from ebft_core.geometry import PackedLayout, count_positions, pack_layout
 from ebft_core.model_parts import backbone_of, evaluation_mode, head_of, prepare_for_packing
 
 HEAD_ROWS = 1024
@@ -56,7 +56,7 @@ def rollout(
     A = anchors_RA.shape[1]
     if uniforms_RANG is None and temperature > 0:
         uniforms_RANG = torch.rand(R, A, n_samples, generate_max_len, generator=generator)
-    prepare_for_packing(model, L + generate_max_len)
+    prepare_for_packing(model, count_positions(L, anchors_RA, generate_max_len))
     layout = pack_layout(anchors_RA, n_samples, generate_max_len, L, document_ids_RL)
     with torch.no_grad(), evaluation_mode(model):
         tokens_RBG = _decode_blocks(model, input_ids_RL, layout, temperature, top_p, uniforms_RANG)

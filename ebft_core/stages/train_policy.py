@@ -1,0 +1,130 @@
+"""Stage `train`: EBFT on the tokenized rows, from the base model to an adapter (or a full model).
+
+Resumes from the newest valid checkpoint in its work folder; is done only when `global_step` equals
+`max_steps`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset as ArrowDataset
+from datasets import load_from_disk
+from ebft_core.evaluation import training_evaluator
+from torch import nn
+from torch.utils.data import Dataset
+
+from ebft_core.base_model import BaseModelInfo, read_base
+from ebft_core.config import RunConfig
+from ebft_core.errors import UserError
+from ebft_core.models import (
+    freeze_copy,
+    load_policy,
+    load_tokenizer,
+    select_attention,
+    select_device,
+    select_precision,
+)
+from ebft_core.rows import row_anchors
+from ebft_core.stage_runner import Preempted, StageContext
+from ebft_core.trainers.arguments import count_steps, training_arguments
+from ebft_core.trainers.checkpoints import newest_checkpoint
+from ebft_core.trainers.ebft import EBFTTrainer
+from ebft_core.trainers.ema import load_trainable
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """Train, resume or finish; see the contract in `stage_runner.StageContext`."""
+    config = context.config
+    base = read_base(context.inputs["prepare_base"])
+    device = select_device(config.trainer)
+    precision = select_precision(config.trainer, device)
+    attention = select_attention(config.trainer, device)
+    tokenizer = load_tokenizer(base.path, config)
+    rows = TrainingRows(load_from_disk(str(context.inputs["tokenize"] / "train")), config)
+    if rows.skipped:
+        context.events.message(f"{rows.skipped} training rows have room for no anchor and are left out")
+
+    context.events.phase("load model")
+    policy = load_policy(base.path, config, dtype=precision).to(device)
+    feature_model = None
+    if config.lora is None:
+        feature_model = freeze_copy(policy, precision, torch.device(config.ebft.feature_device or device))
+    max_steps = count_steps(config.trainer, len(rows))
+    checkpoints = context.work / "checkpoints"
+    trainer = EBFTTrainer(
+        policy,
+        config,
+        training_arguments(
+            config.trainer, checkpoints, max_steps=max_steps, device=device, precision=precision
+        ),
+        rows,
+        pad_token_id=tokenizer.pad_token_id,
+        attention=attention,
+        feature_model=feature_model,
+        evaluator=_evaluator(context, feature_model, tokenizer.pad_token_id),
+        events=context.events,
+        stop=context.stop,
+    )
+    resume = newest_checkpoint(checkpoints)
+    if resume is not None:
+        context.events.message(f"resuming from {resume.name}")
+    context.events.phase("train")
+    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
+    step = trainer.state.global_step
+    if step < max_steps:
+        raise Preempted(f"stopped at step {step} of {max_steps}: {context.stop.reason}")
+    if trainer.average is not None:
+        load_trainable(policy, trainer.average.average)
+    _save(policy, base, tokenizer, context.output, lora=config.lora is not None)
+    summary = {"global_step": step, "max_steps": max_steps, "rows": len(rows), "device": str(device)}
+    (context.output / "training.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    return summary
+
+
+class TrainingRows(Dataset[Mapping[str, Any]]):
+    """Rows of the tokenized dataset that hold at least one anchor, with their number as `row_id`."""
+
+    def __init__(self, table: ArrowDataset, config: RunConfig) -> None:
+        self.table = table
+        self.indices = [i for i in range(len(table)) if row_anchors(table[i], config).numel()]
+        self.skipped = len(table) - len(self.indices)
+        if not self.indices:
+            raise UserError(
+                "no training row has room for an anchor",
+                where="data.sources",
+                value=f"{len(table)} rows",
+                expected="documents longer than ebft.context_length + ebft.generate_max_len",
+                hint="lower ebft.context_length, ebft.min_completion_prefix or ebft.generate_max_len",
+            )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        number = self.indices[index]
+        return {**self.table[number], "row_id": number}
+
+
+def _evaluator(context: StageContext, feature_model: nn.Module | None, pad_token_id: int) -> Any:
+    """The evaluation on held-out rows during training; None where it is switched off."""
+    trainer = context.config.trainer
+    if trainer.eval_every is None:
+        return None
+    heldout = load_from_disk(str(context.inputs["tokenize"] / "heldout"))
+    rows = [{**heldout[i], "row_id": i} for i in range(min(trainer.eval_rows, len(heldout)))]
+    return training_evaluator(rows, context.config, feature_model=feature_model, pad_token_id=pad_token_id)
+
+
+def _save(policy: Any, base: BaseModelInfo, tokenizer: Any, output: Path, *, lora: bool) -> None:
+    folder = output / ("adapter" if lora else "model")
+    policy.save_pretrained(str(folder), safe_serialization=True)
+    if lora:
+        note = {"base_digest": base.digest, "base_path": str(base.path)}
+        (folder / "ebft.json").write_text(json.dumps(note, indent=1), encoding="utf-8")
+    else:
+        tokenizer.save_pretrained(str(folder))

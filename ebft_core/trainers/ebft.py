@@ -1,0 +1,242 @@
+"""`EBFTTrainer`: the transformers trainer around the pure step of `step.py`.
+
+What the library gives: optimiser, schedules, accumulation, clipping, precision, data order, resume.
+What is replaced: the micro-batch (rollout → features → reward → loss, normalised by counts over the
+whole optimiser batch), the checkpoints (`checkpoints.py`), and the logging (events).
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ebft_core.attention.packed import Backend
+from ebft_core.config import RunConfig
+from ebft_core.errors import UserError
+from ebft_core.events import EventWriter
+from ebft_core.rows import RowBatch, collate_rows, row_uniforms
+from ebft_core.stop import StopSignal
+from ebft_core.trainers import checkpoints
+from ebft_core.trainers.ema import WeightAverage, load_trainable, trainable_state
+from ebft_core.trainers.metrics import StepSums, peak_memory_mb
+from ebft_core.trainers.step import BatchCounts, count_batch, generate, losses, score
+
+Evaluator = Callable[[nn.Module], dict[str, float]]
+
+
+class EBFTTrainer(Trainer):
+    """Trains a policy by Energy-Based Fine-Tuning.
+
+    Args:
+        policy: causal language model, or a PEFT model around one.
+        config: the run; its sections `ebft` and `trainer` are used.
+        arguments: from `training_arguments`.
+        rows: training rows (`rows.collate_rows` lists their columns), each with a `row_id`.
+        pad_token_id: fills short rows.
+        attention: backend of the packed forwards.
+        feature_model: the frozen feature network; None: the policy with its adapters disabled.
+        evaluator: called every `trainer.eval_every` steps; its metrics are logged with the prefix `eval/`.
+        events: where metrics go.
+        stop: when it is requested, the trainer writes a checkpoint at the next step boundary and stops.
+    """
+
+    def __init__(
+        self,
+        policy: nn.Module,
+        config: RunConfig,
+        arguments: TrainingArguments,
+        rows: Dataset[Any],
+        *,
+        pad_token_id: int,
+        attention: Backend,
+        feature_model: nn.Module | None = None,
+        evaluator: Evaluator | None = None,
+        events: EventWriter | None = None,
+        stop: StopSignal | None = None,
+    ) -> None:
+        super().__init__(
+            model=policy,
+            args=arguments,
+            train_dataset=rows,
+            data_collator=partial(_collate, config=config, pad_token_id=pad_token_id),
+        )
+        if self.args.world_size > 1:
+            raise UserError(
+                "strided mode trains in one process",
+                where="WORLD_SIZE",
+                value=self.args.world_size,
+                expected="1",
+                hint="start the run without torchrun or accelerate launch",
+            )
+        self.config = config
+        self.attention = attention
+        self.feature_model = policy if feature_model is None else feature_model
+        self.evaluator = evaluator
+        self.events = events or EventWriter(None, "train")
+        self.average = WeightAverage(policy, config.ebft.ema_decay) if config.ebft.ema_decay > 0 else None
+        self._sums = StepSums()
+        self._step_started = time.perf_counter()
+        self.add_callback(_StepCallback(stop or StopSignal(), self.average))
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], int]:
+        """The micro-batches of one optimiser step, each with the counts of the whole step."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        counts = sum((count_batch(s["batch"], self.config.ebft) for s in samples), BatchCounts(0, 0))
+        return [{**sample, "counts": counts} for sample in samples], counts.actions
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
+        return None
+
+    def training_step(
+        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
+        """Rollout, score and backward of one micro-batch; returns its share of the loss."""
+        ebft, batch = self.config.ebft, inputs["batch"].to(self.args.device)
+        started = time.perf_counter()
+        sums = StepSums()
+        with self.accelerator.autocast():
+            tokens_RANG = generate(model, batch, ebft, self._uniforms(batch))
+            rolled_out = self._clock()
+            scored = score(self.feature_model, batch, tokens_RANG, ebft, self.attention)
+            sums.add_rollout(scored)
+            featured = self._clock()
+            model.train()
+            output = losses(
+                model,
+                batch,
+                tokens_RANG,
+                scored.advantage_RAN,
+                ebft,
+                inputs["counts"],
+                attention=self.attention,
+                reference=self.feature_model,
+            )
+        loss_value = float(output.loss.detach())
+        if not math.isfinite(loss_value):
+            raise FloatingPointError(f"the loss is {loss_value} at step {self.state.global_step + 1}")
+        self.accelerator.backward(output.loss)
+        sums.add_losses(output)
+        sums.rollout_seconds = rolled_out - started
+        sums.features_seconds = featured - rolled_out
+        sums.update_seconds = self._clock() - featured
+        self._sums += sums
+        return output.loss.detach()
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Send the metrics of a finished step to the event stream."""
+        if "grad_norm" in logs:
+            now = self._clock()
+            self._check_dropped()
+            metrics = {
+                **self._sums.metrics(),
+                "train/loss": logs["loss"],
+                "train/grad_norm": float(logs["grad_norm"]),
+                "train/learning_rate": logs["learning_rate"],
+                "perf/step_seconds": now - self._step_started,
+                "perf/peak_memory_mb": peak_memory_mb(self.args.device),
+            }
+            self.events.metrics(self.state.global_step, metrics, total=self.state.max_steps)
+            self._sums, self._step_started = StepSums(), now
+            logs = {**logs, **metrics}
+        super().log(logs, start_time)
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """Run the evaluator; the time it takes is not counted as step time."""
+        started = self._clock()
+        metrics = {f"eval/{k}": v for k, v in self.evaluator(self.model).items()} if self.evaluator else {}
+        if metrics:
+            self.events.metrics(self.state.global_step, metrics)
+        self._step_started += self._clock() - started
+        return metrics
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Not estimated here: the library's formula does not know packed rows."""
+        return 0
+
+    def _uniforms(self, batch: RowBatch) -> Tensor:
+        ebft = self.config.ebft
+        shape = (batch.anchors_RA.shape[1], ebft.n_samples_per_prompt, ebft.generate_max_len)
+        seed = self.config.trainer.seed
+        return row_uniforms(batch.row_ids_R, seed=seed, step=self.state.global_step, shape=shape)
+
+    def _check_dropped(self) -> None:
+        dropped, groups = self._sums.dropped_groups, self._sums.groups
+        if dropped > self.config.ebft.max_dropped_fraction * groups:
+            raise UserError(
+                f"{dropped} of {groups} groups of step {self.state.global_step} have unusable features",
+                where="ebft.max_dropped_fraction",
+                value=self.config.ebft.max_dropped_fraction,
+                expected="features that are finite and not all zero",
+                hint="try trainer.precision: float32, and check the base model's weights",
+            )
+
+    def _clock(self) -> float:
+        if self.args.device.type == "cuda":
+            torch.cuda.synchronize(self.args.device)
+        return time.perf_counter()
+
+    # Checkpoints. The library would pickle the optimiser, the scheduler and the random states.
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        root, step = Path(self.args.output_dir), self.state.global_step
+        staging = checkpoints.open_staging(root, step)
+        checkpoints.save_tensors(staging, checkpoints.WEIGHTS, trainable_state(self.model))
+        if self.average is not None:
+            checkpoints.save_tensors(staging, checkpoints.AVERAGE, self.average.average)
+        checkpoints.save_optimizer(staging, self.optimizer.state_dict())
+        checkpoints.write_json(staging, "scheduler", self.lr_scheduler.state_dict())
+        checkpoints.save_rng(staging)
+        self.state.save_to_json(str(staging / "trainer_state.json"))
+        checkpoints.commit_checkpoint(staging, root, step, self.config.trainer.keep_checkpoints)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        folder = Path(resume_from_checkpoint)
+        load_trainable(self.model, checkpoints.load_tensors(folder, checkpoints.WEIGHTS))
+        if self.average is not None:
+            device = self.args.device
+            saved = checkpoints.load_tensors(folder, checkpoints.AVERAGE)
+            self.average.average = {name: value.to(device) for name, value in saved.items()}
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            self.optimizer.load_state_dict(checkpoints.load_optimizer(Path(checkpoint)))
+            self.lr_scheduler.load_state_dict(checkpoints.read_json(Path(checkpoint), "scheduler"))
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """bfloat16 and float32 need no loss scaler."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            checkpoints.load_rng(Path(checkpoint))
+
+
+class _StepCallback(TrainerCallback):
+    """After each step: move the weight average; on a stop request, save and end."""
+
+    def __init__(self, stop: StopSignal, average: WeightAverage | None) -> None:
+        self.stop = stop
+        self.average = average
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.average is not None:
+            self.average.update(kwargs["model"])
+        if self.stop.requested:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+def _collate(rows: Sequence[Any], config: RunConfig, pad_token_id: int) -> dict[str, RowBatch]:
+    return {"batch": collate_rows(rows, config, pad_token_id)}
