@@ -1,0 +1,97 @@
+"""The metrics of an evaluation: what each is, its direction, and its sums per document.
+
+Every metric is a ratio Σ sum / Σ weight over documents (perplexity its exponential), which is what the
+bootstrap resamples. The weights are supervised tokens for cross-entropy and blocks for the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ebft_core.bootstrap import Floats
+from ebft_core.evaluation.records import BlockRecord, Measurements
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One row of the result.
+
+    Attributes:
+        label: as people read it.
+        better: the direction of improvement; None where neither direction is good in itself.
+        per: what the weights count.
+        block_value: the metric of one block (None: cross-entropy, which has token sums of its own).
+        transform: applied to the mean.
+    """
+
+    label: str
+    better: Literal["lower", "higher"] | None
+    per: Literal["token", "block"]
+    block_value: Callable[[BlockRecord], float] | None = None
+    transform: Callable[[Floats], Floats] | None = None
+
+
+METRICS: Mapping[str, Metric] = {
+    "ce": Metric("cross-entropy (nats per token)", "lower", "token"),
+    "perplexity": Metric("perplexity", "lower", "token", transform=np.exp),
+    "cfm": Metric("CFM (unbiased)", "lower", "block", lambda block: block.cfm),
+    "cfm_biased": Metric("CFM (biased)", "lower", "block", lambda block: block.cfm_biased),
+    "alignment": Metric("alignment", "higher", "block", lambda block: float(np.mean(block.alignments))),
+    "best_of_n_alignment": Metric(
+        "best-of-N alignment", "higher", "block", lambda block: max(block.alignments)
+    ),
+    "diversity": Metric("similarity between samples", None, "block", lambda block: block.diversity),
+    "duplicate_rate": Metric("duplicate rate", "lower", "block", lambda block: block.duplicate_rate),
+    "entropy": Metric("entropy (nats)", None, "block", lambda block: block.entropy),
+}
+
+
+@dataclass(frozen=True)
+class DocumentSums:
+    """Per document (in the order asked for): sum and weight of one metric."""
+
+    sum_D: Floats
+    weight_D: Floats
+
+    @property
+    def mean(self) -> float:
+        """Σ sum / Σ weight; NaN without any weight."""
+        weight = float(self.weight_D.sum())
+        return float(self.sum_D.sum()) / weight if weight > 0 else float("nan")
+
+
+def documents_of(measurements: Measurements) -> list[str]:
+    """Hashes of the documents that were measured, sorted."""
+    found = {record.document for record in measurements.likelihoods}
+    return sorted(found | {block.document for block in measurements.blocks})
+
+
+def document_sums(measurements: Measurements, metric: Metric, documents: Sequence[str]) -> DocumentSums:
+    """Sums of one metric over each of `documents`."""
+    index = {document: i for i, document in enumerate(documents)}
+    sum_D, weight_D = np.zeros(len(documents)), np.zeros(len(documents))
+    if metric.block_value is None:
+        for record in measurements.likelihoods:
+            sum_D[index[record.document]] += record.nll_sum
+            weight_D[index[record.document]] += record.tokens
+        return DocumentSums(sum_D, weight_D)
+    for block in measurements.blocks:
+        if block.usable:
+            sum_D[index[block.document]] += metric.block_value(block)
+            weight_D[index[block.document]] += 1
+    return DocumentSums(sum_D, weight_D)
+
+
+def metric_means(measurements: Measurements) -> dict[str, float]:
+    """Every metric of one model; those that the measurements do not determine are left out."""
+    documents = documents_of(measurements)
+    means = {}
+    for name, metric in METRICS.items():
+        mean = document_sums(measurements, metric, documents).mean
+        if np.isfinite(mean):
+            means[name] = float(metric.transform(np.array(mean))) if metric.transform else mean
+    return means

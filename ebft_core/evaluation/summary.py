@@ -1,0 +1,115 @@
+"""The result of a comparison, and its JSON form (`evaluation.json`, schema `ebft.evaluation/1`):
+
+    {"schema": "ebft.evaluation/1",
+     "base": {"path"}, "tuned": {"path"},               the two models
+     "rows", "documents", "tokens", "blocks",           how much was measured (tokens: supervised ones)
+     "dropped_blocks": {"base", "tuned"},               blocks with unusable features, in no mean
+     "n_samples", "seed", "confidence", "bootstrap_samples",
+     "metrics": {name: {"base", "tuned", "difference",  difference = tuned - base
+                        "standard_error",               of the difference
+                        "interval", "base_interval", "tuned_interval",   [low, high]
+                        "documents",                    resampled documents
+                        "label", "better", "per"}}}     better: lower | higher | null; per: token | block
+
+A number that the data do not determine (an interval over one document, CFM with one sample) is null.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ebft_core.bootstrap import PairedEstimate
+from ebft_core.evaluation.metrics import METRICS
+
+SCHEMA = "ebft.evaluation/1"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Base and tuned model on the same held-out rows; `metrics` by the names of `METRICS`."""
+
+    base_path: str
+    tuned_path: str
+    rows: int
+    documents: int
+    tokens: int
+    blocks: int
+    dropped_base: int
+    dropped_tuned: int
+    n_samples: int
+    seed: int
+    confidence: float
+    bootstrap_samples: int
+    metrics: Mapping[str, PairedEstimate]
+
+    def to_json(self) -> dict[str, Any]:
+        """The document described above."""
+        return {
+            "schema": SCHEMA,
+            "base": {"path": self.base_path},
+            "tuned": {"path": self.tuned_path},
+            "rows": self.rows,
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "blocks": self.blocks,
+            "dropped_blocks": {"base": self.dropped_base, "tuned": self.dropped_tuned},
+            "n_samples": self.n_samples,
+            "seed": self.seed,
+            "confidence": self.confidence,
+            "bootstrap_samples": self.bootstrap_samples,
+            "metrics": {name: _metric_json(name, value) for name, value in self.metrics.items()},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Evaluation:
+        """The inverse of `to_json`.
+
+        Raises:
+            ValueError: another schema.
+        """
+        if document.get("schema") != SCHEMA:
+            raise ValueError(f"not an evaluation: schema {document.get('schema')!r}, expected {SCHEMA!r}")
+        plain = (
+            "rows",
+            "documents",
+            "tokens",
+            "blocks",
+            "n_samples",
+            "seed",
+            "confidence",
+            "bootstrap_samples",
+        )
+        return cls(
+            base_path=document["base"]["path"],
+            tuned_path=document["tuned"]["path"],
+            dropped_base=document["dropped_blocks"]["base"],
+            dropped_tuned=document["dropped_blocks"]["tuned"],
+            metrics={name: PairedEstimate.from_json(value) for name, value in document["metrics"].items()},
+            **{name: document[name] for name in plain},
+        )
+
+
+@dataclass(frozen=True)
+class RolloutExample:
+    """One anchor for people to read: what stands before it, what follows, and what both models wrote."""
+
+    row_id: int
+    document: str
+    anchor: int
+    context: str
+    ground_truth: str
+    base_samples: tuple[str, ...]
+    tuned_samples: tuple[str, ...]
+    base_alignments: tuple[float, ...]
+    tuned_alignments: tuple[float, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values under the same names."""
+        return asdict(self)
+
+
+def _metric_json(name: str, estimate: PairedEstimate) -> dict[str, Any]:
+    metric = METRICS[name]
+    return {**estimate.to_json(), "label": metric.label, "better": metric.better, "per": metric.per}

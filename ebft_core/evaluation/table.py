@@ -1,0 +1,57 @@
+"""The table at the end of a run: base | tuned | difference ± standard error."""
+
+from __future__ import annotations
+
+import math
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from ebft_core.bootstrap import PairedEstimate
+from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.summary import Evaluation
+
+
+def print_table(evaluation: Evaluation, console: Console) -> None:
+    """Print the comparison. A verdict is given only where the interval leaves out zero."""
+    table = Table(title="Held-out evaluation", title_justify="left", caption=_caption(evaluation))
+    table.add_column("metric")
+    for column in ("base", "tuned", "difference ± s.e."):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("verdict", no_wrap=True)
+    for name, estimate in evaluation.metrics.items():
+        if not math.isfinite(estimate.base):
+            continue
+        error = "" if math.isnan(estimate.standard_error) else f" ± {estimate.standard_error:.4f}"
+        table.add_row(
+            METRICS[name].label,
+            f"{estimate.base:.4f}",
+            f"{estimate.tuned:.4f}",
+            f"{estimate.difference:+.4f}{error}",
+            verdict(name, estimate),
+        )
+    console.print(table)
+
+
+def verdict(name: str, estimate: PairedEstimate) -> Text:
+    """`▼ better`, `▲ worse`, … or `-` where zero lies inside the interval."""
+    low, high = estimate.interval
+    if not (low > 0 or high < 0):
+        return Text("-", style="dim")
+    arrow = "▲" if estimate.difference > 0 else "▼"
+    better = METRICS[name].better
+    if better is None:
+        return Text(arrow)
+    improved = (estimate.difference > 0) == (better == "higher")
+    return Text(f"{arrow} better", style="green") if improved else Text(f"{arrow} worse", style="red")
+
+
+def _caption(evaluation: Evaluation) -> str:
+    dropped = evaluation.dropped_base + evaluation.dropped_tuned
+    return (
+        f"{evaluation.rows} rows, {evaluation.documents} documents, {evaluation.tokens} tokens, "
+        f"{evaluation.blocks} blocks of {evaluation.n_samples} samples"
+        + (f", {dropped} blocks dropped" if dropped else "")
+        + f"; paired bootstrap over documents, {evaluation.confidence:.0%} intervals"
+    )
