@@ -122,5 +122,5 @@ def _refusal(model: nn.Module, why: str) -> UserError:
         where="model.name_or_path",
         value=config.model_type,
         expected="a decoder-only model with full attention (Llama, Qwen2/3, Mistral, GPT-2, GPT-NeoX, …)",
-        hint="choose another base model, or a shorter data.sequence_length if a window or position limit is named",
+        hint="choose another model, or a shorter data.sequence_length if a window or limit is named",
     )

@@ -1,4 +1,4 @@
-"""Backends follow one reference; unsupported architectures are refused; without a plan a model is ordinary."""
+"""Backends agree; unsupported architectures are refused; a model without a plan is ordinary."""
 
 from __future__ import annotations
 

@@ -57,6 +57,8 @@ def rollout(
     if uniforms_RANG is None and temperature > 0:
         uniforms_RANG = torch.rand(R, A, n_samples, generate_max_len, generator=generator)
     prepare_for_packing(model, count_positions(L, anchors_RA, generate_max_len))
+    if A == 0:
+        return input_ids_RL.new_zeros(R, 0, n_samples, generate_max_len)
     layout = pack_layout(anchors_RA, n_samples, generate_max_len, L, document_ids_RL)
     with torch.no_grad(), evaluation_mode(model):
         tokens_RBG = _decode_blocks(model, input_ids_RL, layout, temperature, top_p, uniforms_RANG)
