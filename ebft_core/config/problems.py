@@ -29,7 +29,8 @@ class Source:
     def where(self, path: KeyPath) -> str:
         """`ebft.stride (configs/x.yaml:12)`: the key path and the nearest line that is known."""
         prefixes = [path[:end] for end in range(len(path), -1, -1)]
-        if any(prefix in self.overridden for prefix in prefixes):
+        made_by_override = path not in self.lines and any(o[: len(path)] == path for o in self.overridden)
+        if made_by_override or any(prefix in self.overridden for prefix in prefixes):
             return f"{dotted(path)} (--set)"
         line = next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), None)
         if line is not None:

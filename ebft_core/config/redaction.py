@@ -46,10 +46,10 @@ def redact_text(text: str) -> str:
 
 def redact(value: Any, key: str | None = None) -> Any:
     """A copy of `value` (mappings, lists, scalars) without secrets; `key` is the name it stands under."""
-    if isinstance(value, Mapping):
-        return {name: redact(item, str(name)) for name, item in value.items()}
     if key is not None and value not in (None, "") and is_secret_key(key):
         return REDACTED
+    if isinstance(value, Mapping):
+        return {name: redact(item, str(name)) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [redact(item, key) for item in value]
+        return [redact(item) for item in value]
     return redact_text(value) if isinstance(value, str) else value

@@ -146,17 +146,17 @@ def _data(config: RunConfig) -> Iterator[Problem]:
 def _rows(config: RunConfig) -> Iterator[Problem]:
     """A row must have room for one anchor and its block."""
     ebft, length = config.ebft, config.data.sequence_length
-    for name, prefix in (
-        ("context_length", ebft.context_length),
-        ("min_completion_prefix", ebft.min_completion_prefix),
-    ):
-        if prefix + ebft.generate_max_len > length:
-            yield Problem(
-                (f"ebft.{name}", "ebft.generate_max_len", "data.sequence_length"),
-                "no row is long enough for one anchor",
-                f"{name} {prefix} + generate_max_len {ebft.generate_max_len}",
-                f"together ≤ data.sequence_length = {length}",
-            )
+    prefix, name = max(
+        (ebft.context_length, "ebft.context_length"),
+        (ebft.min_completion_prefix, "ebft.min_completion_prefix"),
+    )
+    if prefix + ebft.generate_max_len > length:
+        yield Problem(
+            (name, "ebft.context_length", "ebft.generate_max_len", "data.sequence_length"),
+            "no row is long enough for one anchor",
+            f"{name} {prefix} + ebft.generate_max_len {ebft.generate_max_len}",
+            f"together ≤ {length} (`data.sequence_length`)",
+        )
 
 
 def _samples(config: RunConfig) -> Iterator[Problem]:

@@ -1,0 +1,187 @@
+"""Rules that relate several keys: each one broken alone, with the key it points at; and its border."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from ebft_core.config import parse_config
+from ebft_core.errors import UserErrors
+
+SCRATCH = {"model.name_or_path": None, "model.from_scratch": {"sources": ["stdlib:*.py"]}}
+
+BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
+    # name, changes to the valid file below, key the error points at, part of what it says
+    ("no model", {"model.name_or_path": None}, "model", "no base model"),
+    ("two models", {"model.from_scratch": {"sources": ["a"]}}, "model.name_or_path", "two base models"),
+    ("empty model", {"model.name_or_path": " "}, "model.name_or_path", "is empty"),
+    ("revision of nothing", {**SCRATCH, "model.revision": "main"}, "model.revision", "hub model"),
+    (
+        "heads do not divide the width",
+        {**SCRATCH, "model.from_scratch.num_attention_heads": 5, "model.from_scratch.num_key_value_heads": 5},
+        "model.from_scratch.hidden_size",
+        "divided among the heads",
+    ),
+    (
+        "odd width per head",
+        {**SCRATCH, "model.from_scratch.hidden_size": 18, "model.from_scratch.num_attention_heads": 6},
+        "model.from_scratch.hidden_size",
+        "even width",
+    ),
+    (
+        "key/value heads",
+        {**SCRATCH, "model.from_scratch.num_key_value_heads": 4},
+        "model.from_scratch.num_key_value_heads",
+        "shared among",
+    ),
+    (
+        "positions, by data",
+        {**SCRATCH, "data.sequence_length": 2049},
+        "model.from_scratch.max_position_embeddings",
+        "rows as long",
+    ),
+    (
+        "positions, by its own training",
+        {**SCRATCH, "model.from_scratch.sequence_length": 2049},
+        "model.from_scratch.max_position_embeddings",
+        "rows as long",
+    ),
+    (
+        "tiny BPE",
+        {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 259},
+        "model.from_scratch.vocab_size",
+        "too small",
+    ),
+    ("no chat template", {**SCRATCH, "data.transform": "chat"}, "model.chat_template", "chat template"),
+    ("unknown transform", {"data.transform": "txt"}, "data.transform", "no such transform"),
+    ("half a function", {"data.transform": "module:"}, "data.transform", "no such transform"),
+    ("empty path", {"data.sources": [{"path": "a"}, {"path": ""}]}, "data.sources[1].path", "is empty"),
+    (
+        "revision of a file",
+        {"data.sources": [{"path": "a", "revision": "x"}]},
+        "data.sources[0].revision",
+        "hub",
+    ),
+    ("row too short", {"ebft.context_length": 1017}, "ebft.context_length", "long enough"),
+    ("row too short", {"ebft.min_completion_prefix": 1017}, "ebft.min_completion_prefix", "long enough"),
+    ("block longer than a row", {"ebft.generate_max_len": 1017}, "ebft.context_length", "long enough"),
+    ("structured", {"ebft.mode": "structured"}, "ebft.mode", "strided mode only"),
+    (
+        "N = 1, rloo",
+        {"ebft.n_samples_per_prompt": 1, "ebft.diversity_coef": 0},
+        "ebft.n_samples_per_prompt",
+        "`rloo`",
+    ),
+    (
+        "N = 1, group_norm",
+        {"ebft.n_samples_per_prompt": 1, "ebft.diversity_coef": 0, "ebft.advantage_estimator": "group_norm"},
+        "ebft.n_samples_per_prompt",
+        "`group_norm`",
+    ),
+    (
+        "N = 1, diversity",
+        {"ebft.n_samples_per_prompt": 1, "ebft.advantage_estimator": "reinforce"},
+        "ebft.diversity_coef",
+        "single sample",
+    ),
+    ("one evaluation sample", {"evaluate.n_samples": 1}, "evaluate.n_samples", "unbiased CFM"),
+    ("no loss", {"ebft.rl_coef": 0, "ebft.kl_coef": 0.1}, "ebft.rl_coef", "nothing is learned"),
+    ("no reward", {"ebft.alignment_coef": 0, "ebft.diversity_coef": 0}, "ebft.alignment_coef", "always 0"),
+    ("batch", {"trainer.batch_size": 3, "trainer.micro_batch_size": 2}, "trainer.batch_size", "divided"),
+    (
+        "accumulation",
+        {"trainer.batch_size": 8, "trainer.micro_batch_size": 2, "trainer.gradient_accumulation_steps": 2},
+        "trainer.batch_size",
+        "disagrees",
+    ),
+    ("length twice", {"trainer.max_steps": 1, "trainer.num_train_epochs": 1}, "trainer.max_steps", "twice"),
+    (
+        "flex on CPU",
+        {"trainer.attention": "flex", "trainer.device": "cpu"},
+        "trainer.attention",
+        "no backward",
+    ),
+    ("no target", {"lora.target_modules": []}, "lora.target_modules", "no target"),
+    ("empty target", {"lora.target_modules": ""}, "lora.target_modules", "no target"),
+    ("bad regex", {"lora.target_modules": "(q_proj"}, "lora.target_modules", "not a regular expression"),
+    ("feature device", {"ebft.feature_device": "cpu"}, "ebft.feature_device", "no device of its own"),
+    ("remote workspace", {"workspace": "s3://bucket/x"}, "workspace", "local folder"),
+    ("empty workspace", {"workspace": ""}, "workspace", "local folder"),
+    ("file store", {"tracking.mlflow_uri": "file:///runs"}, "tracking.mlflow_uri", "plain folders"),
+    ("bare folder", {"tracking.mlflow_uri": "./mlruns"}, "tracking.mlflow_uri", "plain folders"),
+]
+
+ALLOWED: list[dict[str, Any]] = [
+    {},
+    {**SCRATCH, "data.sequence_length": 2048},
+    {**SCRATCH, "model.from_scratch.num_key_value_heads": 2},
+    {**SCRATCH, "data.transform": "chat", "model.chat_template": "chat.jinja"},
+    {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 260},
+    {"model.revision": "main", "model.trust_remote_code": True},
+    {"data.transform": "package.module:function"},
+    {"data.sources": [{"path": "a/b", "format": "hub", "revision": "x"}]},
+    {"ebft.context_length": 1016, "ebft.min_completion_prefix": 1016},
+    {"ebft.n_samples_per_prompt": 1, "ebft.advantage_estimator": "reinforce", "ebft.diversity_coef": 0},
+    {"ebft.n_samples_per_prompt": 2},
+    {"ebft.rl_coef": 0, "ebft.ce_coef": 0.1, "ebft.alignment_coef": 0, "ebft.diversity_coef": 0},
+    {"ebft.alignment_coef": 0},
+    {"trainer.batch_size": 8, "trainer.micro_batch_size": 2, "trainer.gradient_accumulation_steps": 4},
+    {"trainer.micro_batch_size": 2, "trainer.gradient_accumulation_steps": 3},
+    {"trainer.max_steps": 1},
+    {"trainer.num_train_epochs": 0.5},
+    {"trainer.attention": "flex"},
+    {"lora.target_modules": r".*\.(q|k)_proj"},
+    {"lora": None, "ebft.feature_device": "cuda:1"},
+    {"vllm": {}},
+    {"tracking.mlflow_uri": "sqlite:////tmp/mlflow.db"},
+    {"tracking.mlflow_uri": "http://localhost:5000"},
+    {"tracking.mlflow_uri": "databricks"},
+]
+
+
+def changed(changes: dict[str, Any]) -> dict[str, Any]:
+    """The smallest valid file with some keys set by dotted path."""
+    data: dict[str, Any] = {"model": {"name_or_path": "some/model"}, "data": {"sources": [{"path": "a.txt"}]}}
+    for path, value in copy.deepcopy(changes).items():
+        *sections, key = path.split(".")
+        here = data
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[key] = value
+    return data
+
+
+@pytest.mark.parametrize(
+    ("changes", "where", "what"), [case[1:] for case in BROKEN], ids=[case[0] for case in BROKEN]
+)
+def test_a_broken_rule_is_the_one_error(changes: dict[str, Any], where: str, what: str) -> None:
+    with pytest.raises(UserErrors) as caught:
+        parse_config(changed(changes))
+    (error,) = caught.value.errors
+    assert error.where == where
+    assert what in error.what
+    assert error.expected
+
+
+@pytest.mark.parametrize("changes", ALLOWED, ids=str)
+def test_what_is_allowed(changes: dict[str, Any]) -> None:
+    parse_config(changed(changes))
+
+
+def test_all_broken_rules_are_reported() -> None:
+    changes = {
+        "trainer.batch_size": 3,
+        "trainer.micro_batch_size": 2,
+        "ebft.mode": "structured",
+        "workspace": "",
+    }
+    with pytest.raises(UserErrors) as caught:
+        parse_config(changed(changes))
+    assert {error.where for error in caught.value.errors} == {"trainer.batch_size", "ebft.mode", "workspace"}
+
+
+def test_the_batch_size_gives_the_accumulation() -> None:
+    trainer = parse_config(changed({"trainer.batch_size": 8, "trainer.micro_batch_size": 2})).trainer
+    assert trainer.accumulation == 4
