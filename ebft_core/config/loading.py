@@ -49,6 +49,17 @@ def parse_config(mapping: Mapping[str, Any], *, origin: str = NO_ORIGIN) -> RunC
     Raises:
         UserErrors: every mistake, each with its key path; `origin` says where the mapping came from.
     """
+    if not isinstance(mapping, Mapping):
+        raise UserErrors(
+            [
+                UserError(
+                    "the configuration is not a mapping of sections",
+                    where=origin,
+                    value=type(mapping).__name__,
+                    expected="a mapping with `model` and `data`",
+                )
+            ]
+        )
     return _validate(Source(mapping, origin))
 
 
