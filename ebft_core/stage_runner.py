@@ -16,6 +16,7 @@ import os
 import shutil
 import socket
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -154,7 +155,9 @@ def _run_locked(
         stop=stop,
     )
     stage.work.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
     meta: dict[str, Any] = importlib.import_module(module).run(context)
+    meta = {**meta, "wall_seconds": round(time.monotonic() - began, 3)}
     if events.path is not None:
         shutil.copyfile(events.path, context.output / JOURNAL)
     ref = commit_folder(context.output, stage.output, schema=f"ebft.{stage.name}/1", meta=meta)

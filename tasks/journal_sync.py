@@ -7,6 +7,7 @@ resumes from a checkpoint writes some steps twice; their first values stand.
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
 import time
@@ -48,6 +49,7 @@ class JournalSync(threading.Thread):
         self._readers = {name: EventReader(plan.run_dir / "events" / f"{name}.jsonl") for name in STAGES}
         self._pending: deque[Point] = deque()
         self._marks: dict[str, int] | None = None
+        self._extra: deque[Point] = deque()
         self._files: deque[Path] = deque()
         self._base_noted = False
         self._wake = threading.Event()
@@ -57,6 +59,16 @@ class JournalSync(threading.Thread):
     def attach(self, path: Path) -> None:
         """Store a file among the run's artifacts, as soon as MLflow is there."""
         self._files.append(path)
+        self._wake.set()
+
+    def add_evaluation(self, path: Path) -> None:
+        """Send the results of the comparison (they stand in no journal): `base/…`, `tuned/…`, `delta/…`."""
+        metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+        time_ms = int(path.stat().st_mtime * 1000)
+        for name, values in metrics.items():
+            for prefix, part in (("base", "base"), ("tuned", "tuned"), ("delta", "difference")):
+                if values[part] is not None:
+                    self._extra.append(Point(f"{prefix}/{name}", float(values[part]), 0, time_ms))
         self._wake.set()
 
     def close(self, status: str, seconds: float) -> bool:
@@ -109,6 +121,8 @@ class JournalSync(threading.Thread):
             for event in reader.read():
                 if event["kind"] == "metrics":
                     self._pending.extend(points_of(stage, event))
+        while self._extra:
+            self._pending.append(self._extra.popleft())
 
     def _send(self, store: MlflowStore, run_id: str) -> None:
         while self._pending:

@@ -27,12 +27,10 @@ from mlflow.exceptions import MlflowException
 
 from ebft_core.config import RunConfig
 from ebft_core.config.redaction import redact, redact_text
-from ebft_core.errors import UserError
 from ebft_core.manifests import write_json_atomic
 from ebft_core.runs import RunPlan
 
 RUN_UID = "ebft.run_uid"
-_STORES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
 _PARAM_SECTIONS = ("model", "data", "ebft", "trainer", "lora", "evaluate")
 _PARAM_LENGTH = 500
 _PARAMS_PER_CALL = 100
@@ -49,34 +47,11 @@ class Point:
     time_ms: int
 
 
-def tracking_uri(config: RunConfig, workspace: Path) -> str:
-    """Where the run is tracked: the configuration, `MLFLOW_TRACKING_URI`, or a database in the workspace.
-
-    Raises:
-        UserError: a kind of store that MLflow does not have (any more).
-    """
-    uri = config.tracking.mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
-    if not uri:
-        return f"sqlite:///{workspace / 'mlflow.db'}"
-    scheme = urlparse(uri).scheme.split("+")[0]
-    if scheme not in _STORES:
-        raise UserError(
-            "MLflow cannot track there",
-            where="tracking.mlflow_uri" if config.tracking.mlflow_uri else "MLFLOW_TRACKING_URI",
-            value=redact_text(uri),
-            expected="sqlite:///FILE, http(s)://HOST or another database",
-            hint="leave it out: the workspace then gets its own mlflow.db",
-        )
-    if uri.startswith("sqlite:///"):
-        return f"sqlite:///{Path(uri.removeprefix('sqlite:///')).expanduser().resolve()}"
-    return uri
-
-
 class MlflowStore:
     """The tracking store of one run.
 
     Args:
-        uri: as `tracking_uri` gives it.
+        uri: as `mlflow_uri.tracking_uri` gives it.
         plan: the run.
         config: its configuration.
     """

@@ -14,6 +14,7 @@ from ebft_core.config import RunConfig, load_config
 from ebft_core.manifests import StageRef, commit_folder, read_meta, verify_folder, write_json_atomic
 from ebft_core.runs import RunPlan, StagePlan, read_plan
 from ebft_core.stage_runner import record_stage
+from tasks.observe import notify
 from tasks.stage_task import TransientError, artifact_key, check_inputs, publish_summary, stage_task
 from tasks.tracking import wait_for_run_id
 
@@ -36,12 +37,14 @@ def publish_model(
     plan = read_plan(Path(run_dir))
     stage = plan.stage("publish")
     config = load_config(plan.run_dir / "config.yaml")
+    notify("publish", "started")
     run_id = wait_for_run_id(plan.run_dir, _WAIT_SECONDS)
     if run_id is None:
         raise TransientError(f"MLflow has not answered for {_WAIT_SECONDS:.0f} seconds")
     version = _register(plan, stage, config, StageRef.from_json(model), mlflow_uri, run_id)
     ref = _commit(stage, version)
     record_stage(plan.run_dir, stage, ref)
+    notify("publish", "done")
     publish_summary(plan, "publish", ref)
     lines = [f"| {key} | `{value}` |" for key, value in version.items()]
     create_markdown_artifact(

@@ -6,7 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ParamSpec, TypeVar, cast
 from uuid import UUID
 
 from prefect import task
@@ -21,7 +21,11 @@ from ebft_core.errors import UserError
 from ebft_core.manifests import StageRef, read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from ebft_core.stage_runner import record_stage
+from tasks.observe import forward, notify
 from tasks.supervise import StageFailed, StagePreempted, stage_command, supervise
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 RETRIES = 2
 RETRY_DELAYS = [1.0, 10.0]
@@ -37,7 +41,7 @@ def is_transient(task_: Task[..., Any], task_run: TaskRun, state: State[Any]) ->
     return isinstance(state.data, StageFailed | StagePreempted | TransientError)
 
 
-def stage_task(name: str, *tags: str) -> Callable[[Callable[..., Any]], Task[..., Any]]:
+def stage_task(name: str, *tags: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     """`prefect.task` with the settings of a stage.
 
     The stage's own manifest decides about skipping, so Prefect's cache is off; results are references
@@ -70,19 +74,22 @@ def run_stage(name: str, run_dir: str, inputs: Sequence[Mapping[str, Any]]) -> d
     check_inputs(inputs)
     ref = verify_folder(stage.output)
     if ref is None:
+        notify(name, "started")
         progress = ProgressArtifact(name, log)
-        supervise(
-            stage_command(name, plan.run_dir),
-            stage=name,
-            run_dir=plan.run_dir,
-            on_event=progress,
-            cwd=plan.working_dir,
-        )
+
+        def on_event(event: Mapping[str, Any]) -> None:
+            progress(event)
+            forward(name, event)
+
+        command = stage_command(name, plan.run_dir)
+        supervise(command, stage=name, run_dir=plan.run_dir, on_event=on_event, cwd=plan.working_dir)
         progress.finish()
+        notify(name, "done")
         ref = verify_folder(stage.output)
         if ref is None:
             raise TransientError(f"stage {name} ended well, but its output does not verify: {stage.output}")
     else:
+        notify(name, "skipped")
         log.info("stage %s is done already: %s", name, stage.output)
         record_stage(plan.run_dir, stage, ref)
     publish_summary(plan, name, ref)

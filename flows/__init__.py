@@ -1,0 +1,1 @@
+"""The Prefect flows, each readable as a table of contents, and the `ebft` command."""
