@@ -27,6 +27,12 @@ def group_advantages(
 
     Raises:
         ValueError: unknown estimator, or N = 1 with an estimator that needs other samples.
+
+    Example:
+        >>> from ebft_core import group_rewards
+        >>> rewards = group_rewards(torch.eye(4)[None], torch.eye(4)[None, 0], whitening="none")
+        >>> group_advantages(rewards, estimator="rloo")
+        tensor([[ 2.0000, -0.6667, -0.6667, -0.6667]])
     """
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown advantage_estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")

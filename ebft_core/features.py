@@ -63,6 +63,16 @@ def extract_features(
 
     Raises:
         UserError: the architecture is not supported. ValueError: unknown `embed_method`.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32,
+        ...     num_hidden_layers=4, num_attention_heads=2))
+        >>> document_RL, tokens_RANG = torch.randint(0, 50, (1, 40)), torch.randint(0, 50, (1, 2, 3, 5))
+        >>> phi_RAND, target_RAD = extract_features(model, document_RL, torch.tensor([[8, 16]]), tokens_RANG,
+        ...     feature_layers=[0.25, 0.5, 0.75], embed_method="last_token")
+        >>> phi_RAND.shape, target_RAD.shape
+        (torch.Size([1, 2, 3, 48]), torch.Size([1, 2, 48]))
     """
     if embed_method not in POOLING:
         raise ValueError(f"unknown embed_method {embed_method!r}; known: {', '.join(POOLING)}")

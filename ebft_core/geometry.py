@@ -44,6 +44,10 @@ def place_anchors(
 
     Raises:
         ValueError: a length is negative, or `stride` or `generate_max_len` is not positive.
+
+    Example:
+        >>> place_anchors(40, stride=8, context_length=8, generate_max_len=8)
+        tensor([ 8, 16, 24, 32])
     """
     if stride < 1 or generate_max_len < 1:
         raise ValueError(f"stride and generate_max_len must be >= 1, got {stride} and {generate_max_len}")

@@ -64,6 +64,16 @@ def packed_logprobs(
 
     Raises:
         UserError: the architecture is not supported. ValueError: temperature is not positive.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32,
+        ...     num_hidden_layers=2, num_attention_heads=2))
+        >>> document_RL, tokens_RANG = torch.randint(0, 50, (1, 40)), torch.randint(0, 50, (1, 2, 3, 5))
+        >>> anchors_RA = torch.tensor([[8, 16]])
+        >>> logprob_RANG = packed_logprobs(model, document_RL, anchors_RA, tokens_RANG, temperature=0.6)
+        >>> logprob_RANG.shape, logprob_RANG.requires_grad
+        (torch.Size([1, 2, 3, 5]), True)
     """
     return packed_forward(
         model,

@@ -61,6 +61,14 @@ def group_rewards(
 
     Raises:
         ValueError: unknown whitening, or shapes that do not fit.
+
+    Example:
+        >>> phi = torch.eye(4)[None]  # one group: four different samples ...
+        >>> group_rewards(phi, phi[:, 0], whitening="feature").alignment
+        tensor([[2., 0., 0., 0.]])
+        >>> phi[:, 1] = phi[:, 0]  # ... and now two of them are equal: a penalty of 1/3 for each
+        >>> group_rewards(phi, phi[:, 0], whitening="feature").diversity[0, :2]
+        tensor([0.3333, 0.3333])
     """
     if phi.shape[:-2] + phi.shape[-1:] != target.shape:
         raise ValueError(f"phi {tuple(phi.shape)} needs a target (*, D), got {tuple(target.shape)}")

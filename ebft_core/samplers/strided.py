@@ -51,6 +51,15 @@ def rollout(
 
     Raises:
         UserError: the architecture is not supported. FloatingPointError: the logits are not finite.
+
+    Example:
+        >>> from transformers import LlamaConfig, LlamaForCausalLM
+        >>> model = LlamaForCausalLM(LlamaConfig(vocab_size=50, hidden_size=16, intermediate_size=32,
+        ...     num_hidden_layers=2, num_attention_heads=2))
+        >>> document_RL = torch.randint(0, 50, (1, 40))
+        >>> anchors_RA = torch.tensor([[8, 16, 24, 32]])
+        >>> rollout(model, document_RL, anchors_RA, n_samples=3, generate_max_len=5, temperature=0.6).shape
+        torch.Size([1, 4, 3, 5])
     """
     R, L = input_ids_RL.shape
     A = anchors_RA.shape[1]
