@@ -50,7 +50,9 @@ def digest_model_folder(folder: Path) -> str:
     """
     files = [p for p in sorted(folder.iterdir()) if p.is_file() and _is_model_file(p)]
     if not files:
-        raise UserError("no model in this folder", where=str(folder), expected="config.json and *.safetensors")
+        raise UserError(
+            "no model in this folder", where=str(folder), expected="config.json and *.safetensors"
+        )
     return digest_files(files)
 
 
@@ -94,10 +96,15 @@ def read_model_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UserError(
-            "no readable config.json", where=str(path), expected="a transformers model folder", hint=str(error)
+            "no readable config.json",
+            where=str(path),
+            expected="a transformers model folder",
+            hint=str(error),
         ) from error
     if not isinstance(config, dict) or "model_type" not in config:
-        raise UserError("config.json names no model_type", where=str(path), expected="a transformers model folder")
+        raise UserError(
+            "config.json names no model_type", where=str(path), expected="a transformers model folder"
+        )
     return config
 
 
@@ -141,7 +148,9 @@ def _weight_files(folder: Path, where: str) -> list[str]:
         return weights
     pickled = sorted(path.name for pattern in _PICKLED for path in folder.glob(pattern))
     raise UserError(
-        "only pickled weights, which can run code when they are read" if pickled else "no weights in this folder",
+        "only pickled weights, which can run code when they are read"
+        if pickled
+        else "no weights in this folder",
         where=where,
         value=pickled[:3] or str(folder),
         expected="*.safetensors",
@@ -150,4 +159,8 @@ def _weight_files(folder: Path, where: str) -> list[str]:
 
 
 def _is_model_file(path: Path) -> bool:
-    return path.suffix in _DIGESTED_SUFFIXES and path.name not in ("manifest.json", "README.txt", "LICENSE.txt")
+    return path.suffix in _DIGESTED_SUFFIXES and path.name not in (
+        "manifest.json",
+        "README.txt",
+        "LICENSE.txt",
+    )

@@ -23,7 +23,7 @@ def load_tokenizer(path: Path, model: ModelConfig) -> Tokenizer:
         UserError: no tokenizer that loads, a slow one (it has no character offsets), neither a padding nor
             an end-of-sequence token, or the chat template cannot be read.
     """
-    tokenizer = _load(path)
+    tokenizer = _load(path, model.trust_remote_code)
     if not tokenizer.is_fast:
         raise UserError(
             "the tokenizer has no fast version",
@@ -76,15 +76,20 @@ def check_token_ids(tokenizer: Tokenizer, embedding_size: int, *, where: str) ->
         )
 
 
-def _load(path: Path) -> Tokenizer:
+def _load(path: Path, trust_remote_code: bool) -> Tokenizer:
     from transformers import AutoTokenizer
 
-    if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
+    if not any(
+        (path / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")
+    ):
         raise UserError(
-            "the model's folder has no tokenizer", where=str(path), expected="tokenizer.json and tokenizer_config.json"
+            "the model's folder has no tokenizer",
+            where=str(path),
+            expected="tokenizer.json and tokenizer_config.json",
         )
     try:
-        return AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(
+            str(path), local_files_only=True, trust_remote_code=trust_remote_code
+        )
     except Exception as error:  # the Rust tokenizer raises plain `Exception`
         raise UserError("the tokenizer does not load", where=str(path), hint=str(error)[:300]) from error
-

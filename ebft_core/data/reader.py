@@ -120,7 +120,9 @@ def _read_csv(file: SourceFile) -> Iterator[Row]:
                 yield _csv_row(header, values, f"{file.name}:{line}")
                 line = reader.line_num + 1
         except csv.Error as error:
-            raise UserError("not valid CSV", where=f"{file.name}:{reader.line_num}", hint=str(error)) from error
+            raise UserError(
+                "not valid CSV", where=f"{file.name}:{reader.line_num}", hint=str(error)
+            ) from error
 
 
 def _csv_row(header: list[str], values: list[str], origin: str) -> Row:
@@ -179,7 +181,9 @@ def _read_hub(file: SourceFile) -> Iterator[Row]:
         with hub_errors(str(file.path), file.revision, where=where):
             loaded = datasets.load_dataset(str(file.path), revision=file.revision, split=file.split)
     except ValueError as error:  # unknown split or configuration
-        raise UserError("cannot load the hub dataset", where=where, value=file.name, hint=str(error)) from error
+        raise UserError(
+            "cannot load the hub dataset", where=where, value=file.name, hint=str(error)
+        ) from error
     yield from _dataset_rows(loaded, file.name)
 
 

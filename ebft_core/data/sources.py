@@ -76,7 +76,9 @@ def resolve_sources(sources: Sequence[SourceConfig], *, where: str = "data.sourc
         UserError: a source matches nothing, or its format cannot be told from the file's name.
     """
     return [
-        file for index, source in enumerate(sources) for file in _resolve_one(source, f"{where}[{index}].path")
+        file
+        for index, source in enumerate(sources)
+        for file in _resolve_one(source, f"{where}[{index}].path")
     ]
 
 
@@ -198,4 +200,8 @@ def _fingerprint_hub(file: SourceFile) -> Fingerprint:
     from ebft_core.hub import resolve_commit
 
     commit = resolve_commit(str(file.path), file.revision, repo_type="dataset", where="data.sources")
-    return {"path": f"{file.name}@{commit}:{file.split}", "bytes": 0, "sha256": digest_json([file.name, commit])}
+    return {
+        "path": f"{file.name}@{commit}:{file.split}",
+        "bytes": 0,
+        "sha256": digest_json([file.name, commit]),
+    }

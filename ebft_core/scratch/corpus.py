@@ -38,11 +38,15 @@ def read_corpus(patterns: Sequence[str]) -> list[str]:
     files = resolve_patterns(patterns, where=_WHERE)
     wrong = [file for file in files if file.format != "text"]
     if wrong:
-        raise UserError("not whole-file text", where=_WHERE, value=wrong[0].name, expected=".txt .py .md .rst")
+        raise UserError(
+            "not whole-file text", where=_WHERE, value=wrong[0].name, expected=".txt .py .md .rst"
+        )
     rows = list(read_files(files))
     bad = [row for row in rows if isinstance(row, BadRow)]
     if bad:
-        raise UserErrors([UserError("a source file is not text", where=r.origin, value=r.reason) for r in bad[:20]])
+        raise UserErrors(
+            [UserError("a source file is not text", where=r.origin, value=r.reason) for r in bad[:20]]
+        )
     texts = [text for row in rows if not isinstance(row, BadRow) and (text := row.record["text"])]
     if not texts:
         raise UserError("the sources hold no text", where=_WHERE, value=list(patterns))
@@ -60,7 +64,9 @@ def make_corpus(texts: Sequence[str], tokenizer: Tokenizer, sequence_length: int
     """
     order = sorted(range(len(texts)), key=lambda i: hashlib.sha256(texts[i].encode()).digest())
     heldout = set(order[: math.ceil(HELDOUT_SHARE * len(texts))]) if len(texts) > 1 else set()
-    ids = tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False).input_ids
+    ids = tokenizer(
+        list(texts), add_special_tokens=False, return_attention_mask=False, verbose=False
+    ).input_ids
     train_X = _join([ids[i] for i in range(len(texts)) if i not in heldout], tokenizer.eos_token_id)
     heldout_X = _join([ids[i] for i in sorted(heldout)], tokenizer.eos_token_id)
     if len(texts) == 1:

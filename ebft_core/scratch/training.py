@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,7 +77,7 @@ def train(model: Any, corpus: Corpus, config: FromScratchConfig, progress: Progr
         Preempted: asked to stop; the work folder holds a checkpoint of the last finished step.
     """
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY
+        model.parameters(), lr=config.learning_rate, betas=BETAS, weight_decay=WEIGHT_DECAY, fused=True
     )
     begun = time.monotonic()
     step = load_checkpoint(progress.work, model, optimizer)
@@ -123,8 +124,9 @@ def batch_RL(train_NL: Tensor, step: int, config: FromScratchConfig) -> Tensor:
     return train_NL[torch.stack(rows)]
 
 
+@lru_cache(maxsize=2)
 def _order(seed: int, epoch: int, count: int) -> Tensor:
-    generator = torch.Generator().manual_seed(hash((seed, epoch)) % 2**63)
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(count, generator=generator)
 
 

@@ -1,0 +1,201 @@
+"""Second pass over the sources: tokenize in batches, cut, split, pack, write."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ebft_core.config import RunConfig
+from ebft_core.data.document import RowError, TokenizedDocument
+from ebft_core.data.packing import Packer, Piece, cut, join
+from ebft_core.data.reader import BadRow, Document
+from ebft_core.data.scan import Scan, apply_policy, check_row, scan_rows, source_rows
+from ebft_core.data.sources import SourceFile, resolve_sources
+from ebft_core.data.split import check_split, is_heldout
+from ebft_core.data.store import RowWriter
+from ebft_core.data.transforms import get_transform
+from ebft_core.errors import UserError
+from ebft_core.events import EventWriter
+from ebft_core.rows import row_anchors
+from ebft_core.stage_runner import Preempted
+from ebft_core.stop import StopSignal
+from ebft_core.tokenizer import Tokenizer
+
+BATCH_DOCUMENTS = 1000
+BATCH_CHARACTERS = 4_000_000
+
+TRAIN, HELDOUT = "train", "heldout"
+
+
+@dataclass
+class Dropped:
+    """Pieces without room for an anchor and its target, and documents of which nothing is left."""
+
+    pieces: int = 0
+    documents: int = 0
+    longest: int = 0
+
+
+@dataclass
+class Result:
+    """Rows read, the bad ones among them, dropped pieces, and what was written per side."""
+
+    rows: int
+    bad: list[BadRow]
+    dropped: Dropped
+    sides: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+
+class DataPipeline:
+    """Turns the sources of a run into the `train` and `heldout` folders.
+
+    Args:
+        config: the run.
+        tokenizer: from `load_tokenizer`.
+        embedding_size: rows of the model's embedding; ids beyond it are refused.
+        events, stop: the stage's journal and stop signal.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        embedding_size: int,
+        *,
+        events: EventWriter,
+        stop: StopSignal,
+    ) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.embedding_size = embedding_size
+        self.events = events
+        self.stop = stop
+        self.transform = get_transform(config.data.transform)
+
+    def write(self, output: Path, work: Path) -> Result:
+        """Read, check, tokenize and write everything.
+
+        Raises:
+            UserError: bad sources, bad rows beyond the policy, an empty side, no room for a target in
+                any document, or token ids beyond the embedding.
+            Preempted: asked to stop.
+        """
+        files = resolve_sources(self.config.data.sources)
+        scan = self.scan(files)
+        result = Result(len(scan.document_hashes) + len(scan.bad), list(scan.bad), Dropped())
+        with ExitStack() as stack:
+            writers = {
+                side: stack.enter_context(RowWriter(output / side, work / f"{side}.arrow"))
+                for side in (TRAIN, HELDOUT)
+            }
+            self._write_rows(files, result, writers)
+            self._check(result, writers)
+        result.sides = {side: writer.summary() for side, writer in writers.items()}
+        return result
+
+    def scan(self, files: Sequence[SourceFile]) -> Scan:
+        """The first pass; applies the policy for bad rows and checks the split."""
+        scan = scan_rows(
+            files,
+            self.transform,
+            self.config.data,
+            lambda done, total: self._heartbeat("reading", done, total, "files"),
+        )
+        total = len(scan.document_hashes) + len(scan.bad)
+        apply_policy(scan.bad, total, self.config.data)
+        if not scan.document_hashes:
+            raise UserError("the sources hold no document", where="data.sources", value=f"{total} rows")
+        check_split(scan.document_hashes, self.config.data.heldout_fraction)
+        return scan
+
+    def pieces(self, files: Sequence[SourceFile], result: Result) -> Iterator[Piece]:
+        """Tokenized pieces in the order of the sources; bad rows and dropped pieces go into `result`."""
+        done = 0
+        for batch in _batches(source_rows(files, self.config.data)):
+            documents = [row for row in batch if isinstance(row, Document)]
+            checked = [(row, check_row(row, self.transform, self.config.data)) for row in documents]
+            good = [(row, key) for row, key in checked if isinstance(key, str)]
+            tokenized = self.transform.tokenize(
+                [row.record for row, _ in good], self.tokenizer, self.config.data
+            )
+            for (row, key), document in zip(good, tokenized, strict=True):
+                if isinstance(document, RowError):
+                    result.bad.append(BadRow(row.origin, str(document)))
+                else:
+                    yield from self._usable(document, key, row.origin, result.dropped)
+            done += len(batch)
+            self._heartbeat("tokenizing", done, result.rows, "documents")
+
+    def _write_rows(self, files: Sequence[SourceFile], result: Result, writers: dict[str, RowWriter]) -> None:
+        data = self.config.data
+        packers = {side: Packer(data.sequence_length if data.packing else None) for side in writers}
+        for piece in self.pieces(files, result):
+            side = HELDOUT if is_heldout(piece.document_hash, data.heldout_fraction) else TRAIN
+            for row in packers[side].add(piece):
+                writers[side].write(row)
+        for side, packer in packers.items():
+            for row in packer.flush():
+                writers[side].write(row)
+
+    def _usable(
+        self, document: TokenizedDocument, key: str, origin: str, dropped: Dropped
+    ) -> Iterator[Piece]:
+        highest = int(document.input_ids.max())
+        if highest >= self.embedding_size:
+            raise UserError(
+                "a token id lies beyond the model's embedding",
+                where=origin,
+                value=f"{highest} ({self.tokenizer.convert_ids_to_tokens(highest)})",
+                expected=f"ids below {self.embedding_size}",
+                hint="the tokenizer does not belong to this model",
+            )
+        kept = 0
+        for part in cut(document, self.config.data.sequence_length):
+            piece = Piece(part, key)
+            if len(row_anchors(join([piece]).as_dict(), self.config)):
+                kept += 1
+                yield piece
+            else:
+                dropped.pieces += 1
+                dropped.longest = max(dropped.longest, len(part))
+        dropped.documents += kept == 0
+
+    def _check(self, result: Result, writers: dict[str, RowWriter]) -> None:
+        """The checks that only tokenizing can decide."""
+        apply_policy(result.bad, result.rows, self.config.data)
+        empty = [side for side, writer in writers.items() if writer.rows == 0]
+        if not empty:
+            return
+        ebft = self.config.ebft
+        need = max(1, ebft.context_length, ebft.min_completion_prefix) + ebft.generate_max_len
+        which = "every document" if len(empty) == len(writers) else f"every {empty[0]} document"
+        raise UserError(
+            f"{which} is too short for a context and a target",
+            where="data.sources",
+            value=f"the longest has {result.dropped.longest} tokens",
+            expected=f"at least {need} tokens for ebft.context_length and ebft.generate_max_len",
+            hint="use longer documents, or smaller ebft.context_length and ebft.generate_max_len",
+        )
+
+    def _heartbeat(self, phase: str, done: int, total: int, unit: str) -> None:
+        self.events.progress(phase, done, total, unit)
+        if self.stop.requested:
+            raise Preempted(f"tokenize: while {phase}")
+
+
+def _batches(rows: Iterable[Any]) -> Iterator[list[Any]]:
+    """Batches bounded by documents and, roughly, by characters."""
+    batch: list[Any] = []
+    characters = 0
+    for row in rows:
+        batch.append(row)
+        if isinstance(row, Document):
+            characters += sum(len(value) for value in row.record.values() if isinstance(value, str))
+        if len(batch) >= BATCH_DOCUMENTS or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch

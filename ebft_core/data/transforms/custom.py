@@ -1,0 +1,139 @@
+"""Transforms of the user's own: `data.transform: module:function`.
+
+The function has the signature
+`transform(record: Mapping[str, Any], tokenizer, config: DataConfig) -> TokenizedDocument`
+and raises `RowError` for a record that it cannot use.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ebft_core.data.document import Record, RowError, TokenizedDocument
+from ebft_core.errors import UserError
+from ebft_core.manifests import sha256_file
+from ebft_core.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from ebft_core.config import DataConfig
+
+RowFunction = Callable[[Record, Tokenizer, "DataConfig"], TokenizedDocument]
+
+_KEY = "data.transform"
+_SIGNATURE = "function(record, tokenizer, config) -> TokenizedDocument"
+
+
+def fingerprint_transform(name: str) -> str | None:
+    """Digest of the file that holds a `module:function` transform; None for a built-in name.
+
+    Raises:
+        UserError: there is no such module.
+    """
+    if ":" not in name:
+        return None
+    return sha256_file(_module_file(name.partition(":")[0]))
+
+
+def load_function(name: str) -> RowFunction:
+    """Import `module:function` and check that it takes (record, tokenizer, config).
+
+    Raises:
+        UserError: no such module or function, an error while importing it, or another signature.
+    """
+    module_name, _, function_name = name.partition(":")
+    _module_file(module_name)
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever the user's module raises is the user's to mend
+        raise UserError(
+            "the transform's module does not import",
+            where=_KEY,
+            value=name,
+            hint=f"{type(error).__name__}: {error}",
+        ) from error
+    function = vars(module).get(function_name)
+    if not callable(function):
+        raise UserError("the module has no such function", where=_KEY, value=name, expected=_SIGNATURE)
+    _check_signature(function, name)
+    return function
+
+
+def content(record: Record, config: DataConfig) -> list[Any]:
+    """The whole record: a transform of the user's own may read any column."""
+    return [dict(record)]
+
+
+def tokenizer_for(name: str) -> Callable[..., list[TokenizedDocument | RowError]]:
+    """The batch function of a `module:function` transform."""
+    function = load_function(name)
+
+    def tokenize(
+        records: Sequence[Record], tokenizer: Tokenizer, config: DataConfig
+    ) -> list[TokenizedDocument | RowError]:
+        return [_call(function, record, tokenizer, config, name) for record in records]
+
+    return tokenize
+
+
+def _call(
+    function: RowFunction, record: Record, tokenizer: Tokenizer, config: DataConfig, name: str
+) -> TokenizedDocument | RowError:
+    try:
+        result = function(record, tokenizer, config)
+    except RowError as error:
+        return error
+    except Exception as error:  # the traceback goes to the log with the cause
+        raise UserError(
+            "the transform failed",
+            where=_KEY,
+            value=name,
+            hint=f"{type(error).__name__}: {error}; raise RowError for a record to be reported and left out",
+        ) from error
+    if not isinstance(result, TokenizedDocument):
+        raise UserError(
+            f"the transform returned {type(result).__name__}", where=_KEY, value=name, expected=_SIGNATURE
+        )
+    return result
+
+
+def _module_file(module_name: str) -> Path:
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # a module beside the run file
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError) as error:
+        raise UserError("no such module", where=_KEY, value=module_name, hint=str(error)) from error
+    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
+        raise UserError(
+            "no such module",
+            where=_KEY,
+            value=module_name,
+            expected="text, prompt_completion, chat, or an importable `module:function`",
+            hint=f"modules are looked up in {os.getcwd()} and in the environment",
+        )
+    return Path(spec.origin)
+
+
+def _check_signature(function: Callable[..., Any], name: str) -> None:
+    parameters = list(inspect.signature(function).parameters.values())
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    extra_required = [p for p in parameters if p not in positional[:3] and _is_required(p)]
+    if len(positional) < 3 or extra_required:
+        raise UserError(
+            "the transform takes other arguments",
+            where=_KEY,
+            value=f"{name}{inspect.signature(function)}",
+            expected=_SIGNATURE,
+        )
+
+
+def _is_required(parameter: inspect.Parameter) -> bool:
+    variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    return not variadic and parameter.default is parameter.empty

@@ -1,0 +1,52 @@
+"""Stage `tokenize`: source files become training and held-out rows of tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ebft_core.base_model import embedding_size, read_base
+from ebft_core.data.pipeline import DataPipeline, Result
+from ebft_core.data.scan import write_quarantine
+from ebft_core.manifests import digest_json, write_json_atomic
+from ebft_core.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from ebft_core.stage_runner import StageContext
+
+
+def run(context: StageContext) -> dict[str, Any]:
+    """Write `train/`, `heldout/`, `data.json` and, if there are bad rows, `quarantine.jsonl`.
+
+    Raises:
+        UserError: see `DataPipeline.write`.
+        Preempted: asked to stop; nothing is kept, the next attempt starts over.
+    """
+    base = read_base(context.inputs["prepare_base"])
+    tokenizer = load_tokenizer(base.path, context.config.model)
+    pipeline = DataPipeline(
+        context.config, tokenizer, embedding_size(base.path), events=context.events, stop=context.stop
+    )
+    result = pipeline.write(context.output, context.work)
+    write_quarantine(context.output / "quarantine.jsonl", result.bad)
+    report = _report(result)
+    write_json_atomic(context.output / "data.json", report)
+    context.events.message(
+        f"data: {report['train']['rows']:,} training rows, {report['heldout']['rows']:,} held-out rows, "
+        f"{report['tokens']:,} tokens, {report['quarantined']} quarantined, "
+        f"{report['dropped_too_short']} pieces too short"
+    )
+    return report
+
+
+def _report(result: Result) -> dict[str, Any]:
+    train, heldout = result.sides["train"], result.sides["heldout"]
+    return {
+        "documents": result.rows - len(result.bad),
+        "tokens": train["tokens"] + heldout["tokens"],
+        "quarantined": len(result.bad),
+        "dropped_too_short": result.dropped.pieces,
+        "dropped_documents": result.dropped.documents,
+        "train": train,
+        "heldout": heldout,
+        "digest": digest_json([train["digest"], heldout["digest"]]),
+    }
