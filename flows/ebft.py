@@ -25,9 +25,10 @@ def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> di
         overrides: changes of a run file, for example `["trainer.max_steps=10"]`.
 
     Returns:
-        `{"run_dir", "report"}`, both paths.
+        `{"run_dir", "report", "flow_run"}`: two paths and Prefect's id of this run.
     """
-    with started_run(config, overrides or [], {"prefect.flow_run": str(runtime.flow_run.id)}) as run:
+    flow_run = str(runtime.flow_run.id)
+    with started_run(config, overrides or [], {"prefect.flow_run": flow_run}) as run:
         base = prepare_base(run.folder)
         rows = tokenize_data(run.folder, base)
         policy = train_policy(run.folder, base, rows)
@@ -36,4 +37,4 @@ def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> di
         if run.config.publish.enabled:
             publish_model(run.folder, model, evaluation, run.mlflow_uri)
         report = write_report(run.folder)
-        return run.finish(report)
+        return run.finish(report, flow_run)

@@ -34,14 +34,14 @@ class StartedRun:
         """The run's folder, as tasks take it."""
         return str(self.plan.run_dir)
 
-    def finish(self, report: str) -> dict[str, str]:
+    def finish(self, report: str, flow_run: str) -> dict[str, str]:
         """Hand the results to the tracker and return where they are."""
         evaluation = self.plan.stage("evaluate").output / "evaluation.json"
         self.tracker.attach(Path(report))
         self.tracker.attach(evaluation)
         self.tracker.attach(evaluation.with_name("rollouts.json"))
         self.tracker.add_evaluation(evaluation)
-        return {"run_dir": self.folder, "report": report}
+        return {"run_dir": self.folder, "report": report, "flow_run": flow_run}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,49 @@
+"""The `ebft` command: everything of `ebft_core.cli`, and the commands that need Prefect and MLflow.
+
+Nothing of Prefect is imported here: `ebft validate` must stay quick.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
+from ebft_core.config import load_config
+
+
+@app.command()
+def run(config: ConfigArgument, overrides: SetOption = None) -> None:
+    """Run the whole pipeline; the same command again resumes an interrupted run and skips what is done."""
+    with exit_codes():
+        resolved = load_config(config, overrides or ())  # every mistake is shown before anything starts
+
+        from flows.run_command import run_pipeline
+
+        raise SystemExit(int(run_pipeline(config, overrides or [], resolved)))
+
+
+@app.command()
+def up(
+    workspace: Annotated[
+        Path, typer.Option("--workspace", help="Folder of the databases, logs and runs.")
+    ] = Path("runs"),
+    prefect_port: Annotated[int, typer.Option("--prefect-port", help="Port of the Prefect server.")] = 4200,
+    mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of the MLflow server.")] = 5000,
+) -> None:
+    """Start a Prefect server, an MLflow server, a worker and the deployments; Ctrl-C stops them all."""
+    with exit_codes():
+        from flows.up import serve
+
+        serve(workspace.expanduser().resolve(), prefect_port, mlflow_port)
+
+
+def main() -> None:
+    """Entry point of the console command `ebft`."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

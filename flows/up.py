@@ -1,0 +1,114 @@
+"""The body of `ebft up`: servers, worker and deployments of one workspace, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from ebft_core.errors import UserError
+from ebft_core.preflight import check_workspace
+from flows.environment import quiet_libraries
+from flows.stopping import sigterm_as_interrupt
+from tasks.services import (
+    HOST,
+    QUIET,
+    SERVICES,
+    Service,
+    check_port,
+    mlflow_server,
+    note_services,
+    prefect_server,
+    running,
+    tail,
+)
+
+POOL = "ebft-process"
+DEPLOYMENTS = "prefect.yaml"
+_COMMAND_SECONDS = 120.0
+
+
+def serve(workspace: Path, prefect_port: int, mlflow_port: int) -> None:
+    """Run everything until Ctrl-C or SIGTERM.
+
+    Raises:
+        UserError: no `prefect.yaml` here, a port is taken, or one of the programs does not start or dies.
+    """
+    if not Path(DEPLOYMENTS).is_file():
+        raise UserError(
+            "no deployments here",
+            where=str(Path.cwd()),
+            expected=f"a file {DEPLOYMENTS}",
+            hint="start `ebft up` in the folder of the repository",
+        )
+    check_workspace(workspace)
+    check_port(prefect_port, "--prefect-port")
+    check_port(mlflow_port, "--mlflow-port")
+    quiet_libraries()
+    sigterm_as_interrupt()
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        _serve(workspace, prefect_port, mlflow_port, console)
+    console.print("all stopped")
+
+
+def _serve(workspace: Path, prefect_port: int, mlflow_port: int, console: Console) -> None:
+    prefect, mlflow = prefect_server(workspace, prefect_port, ui=True), mlflow_server(workspace, mlflow_port)
+    api = prefect.env["PREFECT_API_URL"]
+    worker = worker_service(workspace, api)
+    with contextlib.ExitStack() as stack:
+        with console.status("starting Prefect and MLflow"):
+            stack.enter_context(running([prefect, mlflow]))
+        with console.status("creating the work pool and the deployments"):
+            deploy(api, workspace / "services" / "deploy.log")
+        stack.enter_context(running([worker]))
+        stack.callback((workspace / SERVICES).unlink, missing_ok=True)
+        note_services(workspace, api, f"http://{HOST}:{mlflow_port}")
+        console.print(f"Prefect   http://{HOST}:{prefect_port}")
+        console.print(f"MLflow    http://{HOST}:{mlflow_port}")
+        console.print(f"logs      {workspace / 'services'}")
+        console.print(f"run       PREFECT_API_URL={api} prefect deployment run ebft/strided", markup=False)
+        console.print("Ctrl-C stops everything")
+        _watch([prefect, mlflow, worker])
+
+
+def worker_service(workspace: Path, api: str) -> Service:
+    """A process worker of our pool."""
+    command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
+    log = workspace / "services" / "worker.log"
+    return Service("Prefect worker", command, log, env={"PREFECT_API_URL": api})
+
+
+def deploy(api: str, log: Path) -> None:
+    """Create the work pool and everything in `prefect.yaml`. Raises UserError with the log's end."""
+    _prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api, log)
+    _prefect(["--no-prompt", "deploy", "--all"], api, log)
+
+
+def _prefect(arguments: list[str], api: str, log: Path) -> None:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as stream:
+        done = subprocess.run(
+            [sys.executable, "-m", "prefect", *arguments],
+            env={**os.environ, **QUIET, "PREFECT_API_URL": api},
+            stdin=subprocess.DEVNULL,
+            stdout=stream,
+            stderr=stream,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+        )
+    if done.returncode != 0:
+        raise UserError(f"`prefect {' '.join(arguments)}` failed", where=str(log), hint=tail(log))
+
+
+def _watch(services: list[Service]) -> None:
+    while True:
+        for service in services:
+            if not service.alive:
+                raise UserError(f"{service.name} ended", where=str(service.log), hint=tail(service.log))
+        time.sleep(1.0)
