@@ -125,6 +125,38 @@ def preview(
         show(run, rows=rows)
 
 
+@app.command()
+def merge(
+    base: Annotated[Path, typer.Option("--base", help="Folder of the base model.")],
+    adapter: Annotated[Path, typer.Option("--adapter", help="Folder of the PEFT adapter.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to make; must not exist.")],
+    check: Annotated[
+        bool, typer.Option(help="Compare the logits of base + adapter with those of the result.")
+    ] = True,
+) -> None:
+    """Merge a LoRA adapter into its base model, shard by shard."""
+    with exit_codes():
+        from ebft_core import commands
+
+        commands.merge(base, adapter, output, check=check)
+
+
+@app.command()
+def evaluate(
+    model: Annotated[Path, typer.Option("--model", help="Folder of the tuned model.")],
+    baseline: Annotated[Path, typer.Option("--baseline", help="Folder of the model to compare with.")],
+    config: Annotated[Path, typer.Option("--config", help="Run file: its data and its evaluation settings.")],
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Compare two models on the same held-out rows, with paired bootstrap intervals."""
+    with exit_codes():
+        run = load_config(config, overrides or ())
+        from ebft_core import commands
+
+        commands.evaluate(model, baseline, run, output=output)
+
+
 def _write(make: Callable[[], str], output: Path | None) -> None:
     text = make()
     if output is None:

@@ -50,7 +50,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (
         "tiny BPE",
-        {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 259},
+        {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 257},
         "model.from_scratch.vocab_size",
         "too small",
     ),
@@ -118,7 +118,7 @@ ALLOWED: list[dict[str, Any]] = [
     {**SCRATCH, "data.sequence_length": 2048},
     {**SCRATCH, "model.from_scratch.num_key_value_heads": 2},
     {**SCRATCH, "data.transform": "chat", "model.chat_template": "chat.jinja"},
-    {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 260},
+    {**SCRATCH, "model.from_scratch.tokenizer": "bpe", "model.from_scratch.vocab_size": 258},
     {"model.revision": "main", "model.trust_remote_code": True},
     {"data.transform": "package.module:function"},
     {"data.sources": [{"path": "a/b", "format": "hub", "revision": "x"}]},

@@ -14,7 +14,7 @@ from ebft_core.config.schema import FromScratchConfig, RunConfig
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
-_SMALLEST_BPE = 260  # 256 bytes and the special tokens
+_SMALLEST_BPE = 258  # 256 bytes and the two special tokens
 
 
 @dataclass(frozen=True)

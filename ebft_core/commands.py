@@ -1,0 +1,109 @@
+"""What `ebft merge` and `ebft evaluate` do: the library's functions on folders, outside of a run."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+from ebft_core.config import RunConfig
+from ebft_core.errors import UserError
+
+CHECK_PROMPTS, CHECK_TOKENS = 4, 32
+
+OnProgress = Callable[[int, int], None]
+
+
+def merge(base: Path, adapter: Path, output: Path, *, check: bool) -> None:
+    """Merge `adapter` into `base`, write the model to `output`, and compare logits.
+
+    Raises:
+        UserError: a folder is missing or unsuitable, or `output` exists.
+        RuntimeError: the merged model does not compute what base and adapter compute.
+    """
+    from ebft_core.lora_merge import check_merge, merge_adapter
+
+    console = Console(stderr=True)
+    _must_be_folder(base, "--base")
+    _must_be_folder(adapter, "--adapter")
+    with _progress(console, "merging") as on_progress:
+        report = merge_adapter(base, adapter, output, progress=on_progress)
+    console.print(
+        f"{report.merged_tensors} tensors merged, {report.shards} weight file(s), {report.bytes / 1e9:.2f} GB"
+    )
+    if not report.digest_checked:
+        console.print("the adapter does not record its base, so nothing says that this is the right one")
+    if check:
+        result = check_merge(base, adapter, output, prompts_ids=_prompts(base))
+        console.print(
+            f"checked on {result.prompts} prompts: distance of the logits {result.error:.1e}, "
+            f"the adapter's own effect {result.effect:.1e}"
+        )
+    console.print(f"model: {output}")
+
+
+def evaluate(model: Path, baseline: Path, config: RunConfig, *, output: Path | None) -> None:
+    """Compare two model folders on the held-out rows of `config.data`; print a table, write JSON if asked.
+
+    The rows are tokenized anew with the baseline's tokenizer; the held-out documents are those that a run
+    with this configuration holds out.
+
+    Raises:
+        UserError: a folder is missing or unsuitable, bad data, or models with different vocabularies.
+    """
+    from ebft_core.base_model import embedding_size
+    from ebft_core.data.pipeline import HELDOUT, DataPipeline
+    from ebft_core.data.store import read_rows
+    from ebft_core.evaluation import compare_models, print_table
+    from ebft_core.events import EventWriter
+    from ebft_core.manifests import write_json_atomic
+    from ebft_core.stop import StopSignal
+    from ebft_core.tokenizer import load_tokenizer
+
+    _must_be_folder(model, "--model")
+    _must_be_folder(baseline, "--baseline")
+    console = Console(stderr=True)
+    with tempfile.TemporaryDirectory(prefix="ebft-evaluate-") as scratch:
+        rows = Path(scratch, "rows")
+        tokenizer = load_tokenizer(baseline, config.model)
+        events = EventWriter(None, "evaluate")
+        with console.status("tokenizing the held-out documents"):
+            pipeline = DataPipeline(
+                config, tokenizer, embedding_size(baseline), events=events, stop=StopSignal()
+            )
+            pipeline.write(rows, Path(scratch, "work"))
+        with _progress(console, "evaluating") as on_progress:
+            comparison = compare_models(
+                baseline, model, read_rows(rows / HELDOUT), config, progress=on_progress
+            )
+    print_table(comparison.evaluation, Console())
+    if output is not None:
+        write_json_atomic(output, comparison.evaluation.to_json())
+
+
+def _prompts(base: Path) -> list[list[int]]:
+    """Arbitrary tokens: that two models compute the same does not depend on what they read."""
+    from transformers import AutoConfig
+
+    vocabulary = AutoConfig.from_pretrained(base, local_files_only=True).get_text_config().vocab_size
+    rng = random.Random(0)
+    return [[rng.randrange(vocabulary) for _ in range(CHECK_TOKENS)] for _ in range(CHECK_PROMPTS)]
+
+
+def _must_be_folder(path: Path, option: str) -> None:
+    if not path.is_dir():
+        raise UserError("no such folder", where=option, value=str(path), expected="a local folder")
+
+
+@contextmanager
+def _progress(console: Console, label: str) -> Iterator[OnProgress]:
+    """A progress bar; the callback takes (done, in all)."""
+    columns = (TextColumn(label), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(label, total=None)
+        yield lambda done, total: progress.update(task, completed=done, total=total)
