@@ -113,7 +113,8 @@ def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "run.yaml"
     file.write_text(
         f"model: {{name_or_path: not-used}}\ndata: {{sources: [{{path: '{tmp_path}/*.txt'}}],"
-        " sequence_length: 64, heldout_fraction: 0.4}\nevaluate: {max_rows: 6, n_samples: 2, bootstrap_samples: 50}\n"
+        " sequence_length: 64, heldout_fraction: 0.4}\n"
+        "evaluate: {max_rows: 6, n_samples: 2, bootstrap_samples: 50}\n"
         "ebft: {temperature: 1.0}\ntrainer: {precision: float32, device: cpu}\n"
     )
     return file
