@@ -122,15 +122,20 @@ def test_one_sample_has_no_unbiased_cfm_and_no_similarity() -> None:
 
 
 def test_unusable_features_are_counted_and_enter_no_mean() -> None:
-    base = tiny_model(seed=0)
+    """NaN features of one token spoil every row that holds it, sampled or given, and no other row."""
+    base, policy = tiny_model(seed=0), tiny_model(seed=1)
     rows = copy.deepcopy(CASES["text"])
-    rows[0]["input_ids"][2] = 0  # a token that no other row holds, before every anchor of the first row
+    rows[0]["input_ids"][2] = 1
+    clean = _measure(policy, base, rows, run_config(), seed=5)
     with torch.no_grad():
-        base.model.embed_tokens.weight[0] = float("nan")
-    measured = _measure(tiny_model(seed=1), base, rows, run_config())
-    assert not any(block.usable for block in measured.blocks if block.row_id == rows[0]["row_id"])
-    assert measured.dropped_blocks < len(measured.blocks)
-    assert all(math.isfinite(value) for value in metric_means(measured).values())
+        base.model.embed_tokens.weight[1] = float("nan")
+    measured = _measure(policy, base, rows, run_config(), seed=5)
+    spoilt = {1} | {block.row_id for block in clean.blocks if any(1 in sample for sample in block.tokens)}
+    kept = [block for block in clean.blocks if block.row_id not in spoilt]
+    assert [block for block in measured.blocks if block.usable] == kept
+    assert measured.dropped_blocks == len(clean.blocks) - len(kept)
+    assert kept
+    assert metric_means(measured)["cfm"] == pytest.approx(sum(block.cfm for block in kept) / len(kept))
 
 
 def test_training_evaluator_takes_features_from_the_policy_without_its_adapters() -> None:
