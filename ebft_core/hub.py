@@ -32,18 +32,22 @@ def resolve_commit(repo_id: str, revision: str | None, *, repo_type: RepoType, w
     return str(commit)
 
 
-def fetch_model(repo_id: str, revision: str | None, *, where: str) -> tuple[Path, str]:
+def fetch_model(repo_id: str, revision: str | None, *, where: str, weights: bool = True) -> tuple[Path, str]:
     """Download a model (or find it in the hub cache) and return its folder and commit.
+
+    Args:
+        weights: without them only configuration and tokenizer are fetched.
 
     Raises:
         UserError: as `resolve_commit`, or the model is not in the cache while offline.
     """
     from huggingface_hub import snapshot_download
 
+    ignored = ["*/*"] if weights else ["*/*", "*.safetensors"]
     with hub_errors(repo_id, revision, where=where):
         folder = Path(
             snapshot_download(
-                repo_id, revision=revision, allow_patterns=_MODEL_FILES, ignore_patterns=["*/*"]
+                repo_id, revision=revision, allow_patterns=_MODEL_FILES, ignore_patterns=ignored
             )
         )
     return folder, folder.name  # the cache names a snapshot's folder after its commit

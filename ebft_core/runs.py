@@ -20,6 +20,7 @@ from ebft_core.base_model import digest_model_folder
 from ebft_core.config import RunConfig, SourceConfig
 from ebft_core.config.redaction import redact
 from ebft_core.data.sources import digest_sources
+from ebft_core.data.transforms.custom import fingerprint_transform
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
 
@@ -111,7 +112,10 @@ def plan_run(config: RunConfig) -> RunPlan:
     code = code_digest()
     data = digest_sources(config.data.sources)
     base = _base_digest(config)
-    external = {"prepare_base": {"base": base, "chat_template": _file_digest(config)}, "tokenize": data}
+    external = {
+        "prepare_base": {"base": base, "chat_template": _file_digest(config)},
+        "tokenize": {"data": data, "transform": fingerprint_transform(config.data.transform)},
+    }
     stages: list[StagePlan] = []
     for name, parts in _READS.items():
         key = digest_json(

@@ -39,6 +39,11 @@ def load_tokenizer(path: Path, model: ModelConfig) -> Tokenizer:
                 expected="`pad_token` or `eos_token`",
             )
         tokenizer.pad_token = tokenizer.eos_token
+    return use_chat_template(tokenizer, model)
+
+
+def use_chat_template(tokenizer: Tokenizer, model: ModelConfig) -> Tokenizer:
+    """The tokenizer with `model.chat_template` in place of its own template, if that is set."""
     if model.chat_template is not None:
         tokenizer.chat_template = read_chat_template(model.chat_template)
     return tokenizer

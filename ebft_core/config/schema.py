@@ -136,7 +136,7 @@ class DataConfig(Section):
     packing: bool = False
     """Put several documents into one row, up to `sequence_length` (document ids keep them apart)."""
     append_eos: bool = True
-    """End every document with the tokenizer's end-of-sequence token."""
+    """End every document with the tokenizer's end-of-sequence token (`chat`: its template decides)."""
     heldout_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
     """Share of the documents kept for evaluation. Membership is decided by each document's hash, so it
     does not change when documents are added."""
