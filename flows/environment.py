@@ -37,6 +37,7 @@ def prefect_api(workspace: Path) -> Iterator[str]:
     Raises:
         UserError: the configured server does not answer, or ours does not start.
     """
+    from prefect.logging.handlers import APILogHandler
     from prefect.settings import PREFECT_API_URL, temporary_settings
 
     configured = PREFECT_API_URL.value()
@@ -58,4 +59,7 @@ def prefect_api(workspace: Path) -> Iterator[str]:
     port = free_port()
     server = prefect_server(workspace, port, ui=False)
     with running([server]), temporary_settings({PREFECT_API_URL: server.env["PREFECT_API_URL"]}):
-        yield server.env["PREFECT_API_URL"]
+        try:
+            yield server.env["PREFECT_API_URL"]
+        finally:
+            APILogHandler().flush()  # while there is a server to take the logs

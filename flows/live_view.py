@@ -72,7 +72,7 @@ class BarView:
             self._progress.update(bar, completed=event["done"], total=event["total"], note=event["phase"])
         elif kind == "phase":
             self._progress.update(bar, note=event["phase"])
-        elif kind == "message":
+        elif kind in ("message", "failed"):
             self._progress.console.print(f"[dim]{stage}:[/dim] {event['text']}", highlight=False)
         elif kind in ("done", "skipped"):
             self._finish(bar, "done already" if kind == "skipped" else None)
@@ -114,7 +114,7 @@ class PlainView:
             self._count(stage, event["done"], event["total"], f"{event['unit']} {event['phase']}")
         elif kind == "phase":
             self._line(f"{stage}: {event['phase']}")
-        elif kind == "message":
+        elif kind in ("message", "failed"):
             self._line(f"{stage}: {event['text']}")
         elif kind in ("started", "done"):
             self._line(f"{stage}: {kind}")

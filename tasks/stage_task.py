@@ -82,7 +82,11 @@ def run_stage(name: str, run_dir: str, inputs: Sequence[Mapping[str, Any]]) -> d
             forward(name, event)
 
         command = stage_command(name, plan.run_dir)
-        supervise(command, stage=name, run_dir=plan.run_dir, on_event=on_event, cwd=plan.working_dir)
+        try:
+            supervise(command, stage=name, run_dir=plan.run_dir, on_event=on_event, cwd=plan.working_dir)
+        except StageFailed as error:
+            notify(name, "failed", text=str(error).splitlines()[0])
+            raise
         progress.finish()
         notify(name, "done")
         ref = verify_folder(stage.output)
