@@ -147,6 +147,7 @@ def evaluate(
     baseline: Annotated[Path, typer.Option("--baseline", help="Folder of the model to compare with.")],
     config: Annotated[Path, typer.Option("--config", help="Run file: its data and its evaluation settings.")],
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
     overrides: SetOption = None,
 ) -> None:
     """Compare two models on the same held-out rows, with paired bootstrap intervals."""
@@ -154,7 +155,7 @@ def evaluate(
         run = load_config(config, overrides or ())
         from ebft_core import commands
 
-        commands.evaluate(model, baseline, run, output=output)
+        commands.evaluate(model, baseline, run, output=output, as_json=json_)
 
 
 def _write(make: Callable[[], str], output: Path | None) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -47,8 +49,10 @@ def merge(base: Path, adapter: Path, output: Path, *, check: bool) -> None:
     console.print(f"model: {output}")
 
 
-def evaluate(model: Path, baseline: Path, config: RunConfig, *, output: Path | None) -> None:
-    """Compare two model folders on the held-out rows of `config.data`; print a table, write JSON if asked.
+def evaluate(
+    model: Path, baseline: Path, config: RunConfig, *, output: Path | None, as_json: bool = False
+) -> None:
+    """Compare two model folders on the held-out rows of `config.data`; print a table or JSON.
 
     The rows are tokenized anew with the baseline's tokenizer; the held-out documents are those that a run
     with this configuration holds out.
@@ -81,9 +85,13 @@ def evaluate(model: Path, baseline: Path, config: RunConfig, *, output: Path | N
             comparison = compare_models(
                 baseline, model, read_rows(rows / HELDOUT), config, progress=on_progress
             )
-    print_table(comparison.evaluation, Console())
+    document = comparison.evaluation.to_json()
+    if as_json:
+        typer.echo(json.dumps(document, indent=2))
+    else:
+        print_table(comparison.evaluation, Console())
     if output is not None:
-        write_json_atomic(output, comparison.evaluation.to_json())
+        write_json_atomic(output, document)
 
 
 def _prompts(base: Path) -> list[list[int]]:

@@ -152,3 +152,10 @@ def test_evaluate_without_a_model_exits_78(models: tuple[Path, Path], run_file: 
     code, text = evaluate(tmp_path / "none", models[0], run_file, tmp_path / "x.json")
     assert code == 78
     assert "--model" in text
+
+
+def test_json_goes_to_standard_output_alone(models: tuple[Path, Path], run_file: Path) -> None:
+    options = ["--model", str(models[1]), "--baseline", str(models[0]), "--config", str(run_file), "--json"]
+    result = CliRunner().invoke(app, ["evaluate", *options])
+    assert result.exit_code == 0, result.output
+    assert set(json.loads(result.stdout)["metrics"]) >= {"ce", "perplexity", "cfm", "duplicate_rate"}
