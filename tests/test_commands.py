@@ -1,4 +1,4 @@
-"""`ebft merge` and `ebft evaluate` on real folders, through the command line's own entry."""
+"""`ebft merge`, `ebft evaluate` and `ebft preview` on real folders, through the command line's own entry."""
 
 from __future__ import annotations
 
@@ -159,3 +159,12 @@ def test_json_goes_to_standard_output_alone(models: tuple[Path, Path], run_file:
     result = CliRunner().invoke(app, ["evaluate", *options])
     assert result.exit_code == 0, result.output
     assert set(json.loads(result.stdout)["metrics"]) >= {"ce", "perplexity", "cfm", "duplicate_rate"}
+
+
+def test_preview_shows_rows_of_the_quickstart() -> None:
+    quickstart = Path(__file__).parents[1] / "configs" / "quickstart.yaml"
+    result = CliRunner().invoke(app, ["preview", str(quickstart), "--rows", "2", "--set", "ebft.stride=64"])
+    assert result.exit_code == 0, result.output
+    assert "row 2" in result.output
+    assert "row 3" not in result.output
+    assert "4 anchors" in result.output  # at 8, 72, 136 and 200 in a row of 256 tokens
