@@ -31,6 +31,7 @@ print(json.dumps(peak() - before))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads Linux's /proc")
 def test_peak_memory_is_bounded_by_the_largest_shard(tmp_path: Path) -> None:
     """A 300 MB base in six shards; the small merge before it pays for imports and thread pools."""
