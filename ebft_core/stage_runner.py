@@ -28,7 +28,7 @@ from ebft_core.config import RunConfig, load_config
 from ebft_core.errors import ExitCode, UserError
 from ebft_core.events import EventWriter
 from ebft_core.manifests import StageRef, commit_folder, verify_folder, write_json_atomic
-from ebft_core.runs import JOURNAL, RunPlan, StagePlan, read_plan
+from ebft_core.runs import JOURNAL, RunPlan, StagePlan, code_digest, read_plan
 from ebft_core.stop import StopSignal, install_stop
 
 logger = logging.getLogger(__name__)
@@ -141,6 +141,7 @@ def record_stage(run_dir: Path, stage: StagePlan, ref: StageRef) -> None:
 def _run_locked(
     plan: RunPlan, stage: StagePlan, run_dir: Path, events: EventWriter, stop: StopSignal, module: str
 ) -> StageRef:
+    _check_code(plan, run_dir)
     inputs = _verified_inputs(plan, stage)
     if stop.requested:
         raise Preempted("before the stage began")
@@ -163,6 +164,16 @@ def _run_locked(
     ref = commit_folder(context.output, stage.output, schema=f"ebft.{stage.name}/1", meta=meta)
     shutil.rmtree(stage.work, ignore_errors=True)
     return ref
+
+
+def _check_code(plan: RunPlan, run_dir: Path) -> None:
+    """An output made by other code than the plan's would be kept under a key that is not its own."""
+    if code_digest() != plan.code_digest:
+        raise UserError(
+            "the code of ebft_core has changed since this run was planned",
+            where=str(run_dir),
+            hint="start the run again with `ebft run`: it is planned anew",
+        )
 
 
 def _verified_inputs(plan: RunPlan, stage: StagePlan) -> dict[str, Path]:

@@ -7,6 +7,7 @@ from typing import Any
 from prefect import flow, runtime
 
 from tasks.evaluate_model import evaluate_model
+from tasks.flow_names import flow_run_name
 from tasks.merge_adapter import merge_adapter
 from tasks.prepare_base import prepare_base
 from tasks.publish_model import publish_model
@@ -16,7 +17,7 @@ from tasks.train_policy import train_policy
 from tasks.write_report import write_report
 
 
-@flow(name="ebft", persist_result=False, result_serializer="json")
+@flow(name="ebft", flow_run_name=flow_run_name, persist_result=False, result_serializer="json")
 def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> dict[str, str]:
     """Run the pipeline; stages whose output verifies are skipped, an interrupted one is resumed.
 

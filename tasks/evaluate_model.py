@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
-from tasks.stage_task import run_stage, stage_task
+from prefect.artifacts import create_table_artifact
+
+from ebft_core.runs import read_plan
+from tasks.report import evaluation_rows
+from tasks.stage_task import artifact_key, run_stage, stage_task
 
 
 @stage_task("evaluate", "accelerator")
@@ -12,4 +17,7 @@ def evaluate_model(
     run_dir: str, base: dict[str, Any], rows: dict[str, Any], model: dict[str, Any]
 ) -> dict[str, Any]:
     """Return the reference of the comparison."""
-    return run_stage("evaluate", run_dir, [base, rows, model])
+    ref = run_stage("evaluate", run_dir, [base, rows, model])
+    table = evaluation_rows(read_plan(Path(run_dir)))
+    create_table_artifact(table=table, key=f"{artifact_key('evaluate')}-comparison")
+    return ref

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -13,6 +14,7 @@ import jinja2
 from markupsafe import Markup
 
 from ebft_core.base_model import read_base
+from ebft_core.evaluation.metrics import METRICS
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import verdict
 from ebft_core.events import read_events
@@ -74,7 +76,7 @@ def build_report(run_dir: Path) -> str:
     return environment.get_template("report.html.j2").render(
         plan=plan,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        evaluation=_evaluation_rows(plan),
+        evaluation=evaluation_rows(plan),
         charts=[*_training_charts(run_dir), *_other_charts(run_dir)],
         rollouts=_rollouts(plan),
         stages=_stages(plan),
@@ -87,6 +89,25 @@ def read_evaluation(plan: RunPlan) -> Evaluation | None:
     """The comparison of this run; None if it was not made."""
     path = plan.stage("evaluate").output / "evaluation.json"
     return Evaluation.from_json(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
+
+
+def evaluation_rows(plan: RunPlan) -> list[dict[str, str]]:
+    """The comparison as rows of text: metric, base, tuned, difference ± s.e., interval, verdict."""
+    evaluation = read_evaluation(plan)
+    if evaluation is None:
+        return []
+    return [
+        {
+            "metric": METRICS[name].label,
+            "base": f"{estimate.base:.4f}",
+            "tuned": f"{estimate.tuned:.4f}",
+            "difference": f"{estimate.difference:+.4f} ± {estimate.standard_error:.4f}",
+            "interval": f"[{estimate.interval[0]:+.4f}, {estimate.interval[1]:+.4f}]",
+            "verdict": verdict(name, estimate).plain,
+        }
+        for name, estimate in evaluation.metrics.items()
+        if math.isfinite(estimate.base)
+    ]
 
 
 def metric_series(run_dir: Path, stage: str) -> dict[str, dict[float, float]]:
@@ -127,26 +148,6 @@ def _chart(title: str, series: Mapping[str, Series], note: str) -> Iterable[dict
 
 def _points(values: Mapping[float, float]) -> list[tuple[float, float]]:
     return sorted(values.items())
-
-
-def _evaluation_rows(plan: RunPlan) -> list[dict[str, str]]:
-    evaluation = read_evaluation(plan)
-    if evaluation is None:
-        return []
-    labels = json.loads((plan.stage("evaluate").output / "evaluation.json").read_text(encoding="utf-8"))[
-        "metrics"
-    ]
-    return [
-        {
-            "label": labels[name]["label"],
-            "base": f"{estimate.base:.4f}",
-            "tuned": f"{estimate.tuned:.4f}",
-            "difference": f"{estimate.difference:+.4f} ± {estimate.standard_error:.4f}",
-            "interval": f"[{estimate.interval[0]:+.4f}, {estimate.interval[1]:+.4f}]",
-            "verdict": verdict(name, estimate).plain,
-        }
-        for name, estimate in evaluation.metrics.items()
-    ]
 
 
 def _rollouts(plan: RunPlan) -> list[dict[str, Any]]:
