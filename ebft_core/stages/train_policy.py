@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from datasets import Dataset as ArrowDataset
 from datasets import load_from_disk
-from ebft_core.evaluation import training_evaluator
 from torch import nn
 from torch.utils.data import Dataset
 
 from ebft_core.base_model import BaseModelInfo, read_base
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
+from ebft_core.evaluation import training_evaluator
 from ebft_core.models import (
     freeze_copy,
     load_policy,
