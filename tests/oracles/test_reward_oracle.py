@@ -40,7 +40,7 @@ def _group(kind: str, n: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
         X[:] = X[0]
     elif kind == "collinear" and n > 2:
         X[2] = _unit(0.3 * X[0] + 0.9 * X[1])
-    elif kind == "opposite" and n > 1:
+    elif kind == "opposite" and n > 2:  # with two, the sign of `sample` whitening is 0/0
         X[1] = -X[0]
     elif kind == "close" and n > 1:  # singular values about 1e-3 of the largest: far above the cut-off
         X[1] = _unit(X[0] + 4e-3 * X[1])

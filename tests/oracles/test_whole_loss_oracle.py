@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from ebft_core import packed_logprobs
 from ebft_core.config import RunConfig
 from ebft_core.rows import RowBatch, collate_rows
 from ebft_core.trainers.step import count_batch, losses
@@ -25,7 +26,7 @@ from .steps import (
     run_step,
     single_rows,
 )
-from .tiny_models import tiny_model
+from .tiny_models import tiny_model, with_dropout, with_lora
 
 
 def _as_rows(batch: RowBatch) -> Rows:
@@ -151,3 +152,24 @@ def test_each_part_alone(coefs: dict[str, float]) -> None:
     loss = _slow_loss(policy, base, dataset_rows, batch, tokens, advantage, config)
     assert output.loss.item() == pytest.approx(loss.item(), rel=1e-4)
     assert_same_gradients(gradients(policy, output.loss), gradients(policy, loss))
+
+
+def test_frozen_reference_runs_without_dropout() -> None:
+    """The KL reference of a LoRA policy in train mode is the frozen base, not a random thinning of it."""
+    config = make_config(ce_coef=0.0, kl_coef=1.0, kl_estimator="k1")
+    base = tiny_model("gpt2", vocab=VOCAB, layers=2)
+    policy = with_lora(with_dropout(tiny_model("gpt2", vocab=VOCAB, layers=2), 0.3)).train()
+    batch = collate_rows(single_rows(), config, 0)
+    shape = (*batch.anchors_RA.shape, 4, 3)
+    tokens = torch.randint(0, VOCAB, shape, generator=torch.Generator().manual_seed(1))
+    counts = count_batch(batch, config.ebft)
+    arguments = (batch.input_ids_RL, batch.anchors_RA, tokens)
+    with torch.no_grad():
+        torch.manual_seed(0)  # the same dropout in both forwards of the policy
+        logprob = packed_logprobs(policy, *arguments, temperature=config.ebft.temperature)
+        reference = slow_logprobs(base, _as_rows(batch), tokens, temperature=config.ebft.temperature)
+        torch.manual_seed(0)
+        zeros = torch.zeros(shape[:-1])
+        output = losses(policy, batch, tokens, zeros, config.ebft, counts, attention="sdpa")
+    expected = (logprob - reference).sum() / counts.actions
+    assert output.kl.item() == pytest.approx(expected.item(), rel=1e-4)
