@@ -20,7 +20,8 @@ from ebft_core.config import RunConfig
 from ebft_core.data.packing import Packer, Row
 from ebft_core.data.pipeline import DataPipeline, Dropped, Result
 from ebft_core.data.reader import BadRow
-from ebft_core.data.sources import resolve_sources
+from ebft_core.data.scan import scan_rows
+from ebft_core.data.sources import SourceFile, resolve_sources
 from ebft_core.data.split import is_heldout
 from ebft_core.events import EventWriter
 from ebft_core.hub import fetch_model
@@ -44,9 +45,11 @@ def preview(config: RunConfig, *, rows: int = 3, console: Console | None = None)
     """
     out = console or Console()
     tokenizer, size = _tokenizer(config)
+    files = resolve_sources(config.data.sources)
+    few = _first_documents(config, rows)
     result = Result(0, [], Dropped())
     out.print(_legend())
-    for number, row in enumerate(islice(_rows(config, tokenizer, size, rows, result), rows), start=1):
+    for number, row in enumerate(islice(_rows(files, few, tokenizer, size, result), rows), start=1):
         out.print(_panel(number, row, config, tokenizer))
     if result.bad:
         out.print(_bad_table(result.bad))
@@ -79,13 +82,20 @@ def mark_row(row: Row, config: RunConfig, tokenizer: Tokenizer) -> Text:
     return text
 
 
-def _rows(config: RunConfig, tokenizer: Tokenizer, size: int, count: int, result: Result) -> Iterator[Row]:
-    limit = count * _DOCUMENTS_PER_ROW
+def _first_documents(config: RunConfig, rows: int) -> RunConfig:
+    """The run with as many documents as `rows` rows can need."""
+    limit = rows * _DOCUMENTS_PER_ROW
     wanted = min(limit, config.data.max_documents or limit)
-    few = config.model_copy(update={"data": config.data.model_copy(update={"max_documents": wanted})})
-    pipeline = DataPipeline(few, tokenizer, size, events=EventWriter(None, "preview"), stop=StopSignal())
+    return config.model_copy(update={"data": config.data.model_copy(update={"max_documents": wanted})})
+
+
+def _rows(
+    files: Sequence[SourceFile], config: RunConfig, tokenizer: Tokenizer, size: int, result: Result
+) -> Iterator[Row]:
+    pipeline = DataPipeline(config, tokenizer, size, events=EventWriter(None, "preview"), stop=StopSignal())
+    result.bad += scan_rows(files, pipeline.transform, config.data).bad
     packer = Packer(config.data.sequence_length if config.data.packing else None)
-    for piece in pipeline.pieces(resolve_sources(config.data.sources), result):
+    for piece in pipeline.pieces(files, result):
         yield from packer.add(piece)
     yield from packer.flush()
 

@@ -73,13 +73,15 @@ class RowWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self._flush()
-        self._stream.close()
-        if error is None:
-            self.digest = self._hash.hexdigest()
-            _save(self._scratch, self.folder, fingerprint=self.digest[:16])
-        self._scratch.unlink()
+        try:
+            with self._stream:
+                if error is None:
+                    self._flush()
+            if error is None:
+                self.digest = self._hash.hexdigest()
+                _save(self._scratch, self.folder, fingerprint=self.digest[:16])
+        finally:
+            self._scratch.unlink()
 
     def _flush(self) -> None:
         if not self._batch:

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 from ebft_core.base_model import embedding_size, read_base
 from ebft_core.data.pipeline import DataPipeline, Result
 from ebft_core.data.scan import write_quarantine
+from ebft_core.data.sources import digest_sources
+from ebft_core.errors import UserError
 from ebft_core.manifests import digest_json, write_json_atomic
+from ebft_core.runs import read_plan
 from ebft_core.tokenizer import load_tokenizer
+
+PLAN = "plan.json"
 
 if TYPE_CHECKING:
     from ebft_core.stage_runner import StageContext
@@ -27,6 +32,7 @@ def run(context: StageContext) -> dict[str, Any]:
         context.config, tokenizer, embedding_size(base.path), events=context.events, stop=context.stop
     )
     result = pipeline.write(context.output, context.work)
+    _check_unchanged(context)
     write_quarantine(context.output / "quarantine.jsonl", result.bad)
     report = _report(result)
     write_json_atomic(context.output / "data.json", report)
@@ -36,6 +42,19 @@ def run(context: StageContext) -> dict[str, Any]:
         f"{report['dropped_too_short']} pieces too short"
     )
     return report
+
+
+def _check_unchanged(context: StageContext) -> None:
+    """The stage's key holds the digest of the data at planning time, so the data must still be the same."""
+    if not (context.run_dir / PLAN).is_file():
+        return  # called without a plan: there is no key to protect
+    now = digest_sources(context.config.data.sources)
+    if now != read_plan(context.run_dir).data_digest:
+        raise UserError(
+            "the data changed while the run was going on",
+            where="data.sources",
+            hint="start the same run again when the files are no longer being written",
+        )
 
 
 def _report(result: Result) -> dict[str, Any]:

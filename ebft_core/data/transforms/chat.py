@@ -58,7 +58,8 @@ def tokenize(
 ) -> list[TokenizedDocument | RowError]:
     """One document per conversation, truncated at the end to `data.sequence_length`.
 
-    The template alone decides about special tokens: none is added to what it renders.
+    The template alone decides about special tokens: none is added to what it renders. A conversation
+    whose assistant speaks only behind the truncation is all prompt, and is dropped later as too short.
 
     Raises:
         UserError: the tokenizer has no chat template, or the template cannot be rendered at all.
@@ -110,13 +111,12 @@ def _tokenize_one(messages: list[Message], tokenizer: Tokenizer, config: DataCon
     ids = np.asarray(encoded.input_ids, dtype=np.int32)[: config.sequence_length]
     offsets = np.asarray(encoded.offset_mapping, dtype=np.int64).reshape(-1, 2)[: len(ids)]
     target = _inside(offsets, spans)
-    if not target.any():
-        raise RowError(f"no assistant token within the first {config.sequence_length} tokens")
     supervised = target
     if not config.chat.supervise_thinking:
         supervised = target & ~_inside(offsets, [match.span() for match in _THINKING.finditer(text)])
     labels = np.where(supervised, ids, np.int32(IGNORE))
-    return TokenizedDocument(ids, labels, target, int(target.argmax()))
+    prompt_length = int(target.argmax()) if target.any() else len(ids)
+    return TokenizedDocument(ids, labels, target, prompt_length)
 
 
 def _assistant_spans(
