@@ -69,7 +69,7 @@ class UserError(Exception):
         }
 
 
-class UserErrors(UserError):
+class UserErrors(UserError):  # noqa: N818 (several errors, one type)
     """Several user errors found in one pass, shown together."""
 
     def __init__(self, errors: Sequence[UserError]) -> None:

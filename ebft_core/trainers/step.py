@@ -18,7 +18,7 @@ from ebft_core.features import extract_features, first_duplicates
 from ebft_core.geometry import NO_ANCHOR
 from ebft_core.logprobs import count_scored_labels, packed_forward, packed_logprobs
 from ebft_core.losses import cfm, cross_entropy_loss, kl_penalty, policy_gradient_loss
-from ebft_core.model_parts import adapters_disabled
+from ebft_core.model_parts import adapters_disabled, evaluation_mode
 from ebft_core.rewards import group_rewards, valid_groups
 from ebft_core.rows import RowBatch
 from ebft_core.samplers.strided import rollout
@@ -205,7 +205,7 @@ def _reference_logprobs(
 ) -> Tensor:
     device = next(reference.parameters()).device
     there = batch.to(device)
-    with torch.no_grad(), adapters_disabled(reference):
+    with torch.no_grad(), evaluation_mode(reference), adapters_disabled(reference):
         logprob_RANG = packed_logprobs(
             reference,
             there.input_ids_RL,
