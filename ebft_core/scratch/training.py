@@ -92,9 +92,10 @@ def train(model: Any, corpus: Corpus, config: FromScratchConfig, progress: Progr
         progress.events.metrics(
             step, {"base/ce_loss": loss, "train/learning_rate": rate}, total=config.max_steps
         )
-        if step % SAVE_EVERY == 0 or progress.stop.requested:
+        stop = progress.stop.requested  # looked at once: a stop in between must not skip the checkpoint
+        if step % SAVE_EVERY == 0 or stop:
             save_checkpoint(progress.work, step, model, optimizer)
-        if progress.stop.requested:
+        if stop:
             raise Preempted(f"base model: after step {step}")
     return {
         "steps": step,
