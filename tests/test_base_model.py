@@ -80,6 +80,11 @@ def not_causal(model: Path) -> None:
     edit_config(model, architectures=["BertForSequenceClassification"])
 
 
+def own_code(model: Path) -> None:
+    edit_config(model, model_type="homemade", auto_map={"AutoConfig": "code.Config"})
+    (model / "code.py").write_text("raise SystemExit('the code of the model was run')")
+
+
 def small_embedding(model: Path) -> None:
     edit_config(model, vocab_size=257)
 
@@ -102,6 +107,7 @@ def edit_config(model: Path, **fields: Any) -> None:
         (lost_shard, "1 weight file"),
         (no_config, "no readable config.json"),
         (not_causal, "not a causal language model"),
+        (own_code, "transformers cannot load"),
         (small_embedding, "beyond the model's embedding"),
         (no_tokenizer, "has no tokenizer"),
     ],

@@ -33,6 +33,7 @@ def run(context: StageContext) -> dict[str, Any]:
     model = context.config.model
     info = _resolve(model) if model.from_scratch is None else _make(context)
     check_model_folder(info.path, where=_KEY)
+    _check_architecture(info.path, model)
     check_token_ids(load_tokenizer(info.path, model), embedding_size(info.path), where=_KEY)
     write_base(context.output, info)
     return {"source": info.source, "revision": info.revision, "digest": info.digest, **info.metrics}
@@ -49,6 +50,22 @@ def _resolve(model: ModelConfig) -> BaseModelInfo:
         raise UserError("no such folder", where=_KEY, value=name, hint=f"looked for {folder.absolute()}")
     path, commit = fetch_model(name, model.revision, where=_KEY)
     return BaseModelInfo(path, digest_model_folder(path), source=name, revision=commit)
+
+
+def _check_architecture(folder: Path, model: ModelConfig) -> None:
+    """Refuse a model that transformers does not know, or that needs code of its own which is not allowed."""
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+    except (ValueError, KeyError, OSError) as error:
+        raise UserError(
+            "transformers cannot load this model's configuration",
+            where=_KEY,
+            value=model.name_or_path,
+            expected="an architecture that the installed transformers has built in",
+            hint=next(iter(str(error).splitlines()), type(error).__name__)[:300],
+        ) from error
 
 
 def _make(context: StageContext) -> BaseModelInfo:
