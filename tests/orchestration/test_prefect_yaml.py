@@ -1,0 +1,75 @@
+"""`prefect.yaml`: Prefect ignores keys it does not know, so its own models are asked about every key."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from prefect import Flow
+from prefect.cli.deploy._models import (
+    ConcurrencyLimitSpec,
+    DeploymentConfig,
+    PrefectYamlModel,
+    WorkPoolConfig,
+)
+from pydantic import BaseModel
+
+from ebft_core.config import load_config
+
+ROOT = Path(__file__).parents[2]
+ANCHORS = "definitions"
+"""Prefect's documented place for YAML anchors; its model ignores it."""
+
+
+def known_keys(model: type[BaseModel]) -> set[str]:
+    return {field.alias or name for name, field in model.model_fields.items()}
+
+
+def unknown_keys(document: dict[str, Any]) -> set[str]:
+    found = set(document) - known_keys(PrefectYamlModel) - {ANCHORS}
+    for deployment in document["deployments"]:
+        found |= set(deployment) - known_keys(DeploymentConfig)
+        found |= set(deployment["work_pool"]) - known_keys(WorkPoolConfig)
+        found |= set(deployment.get("concurrency_limit", {})) - known_keys(ConcurrencyLimitSpec)
+    return found
+
+
+@pytest.fixture
+def document() -> dict[str, Any]:
+    return yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+
+
+def test_every_key_is_one_that_prefect_reads(document: dict[str, Any]) -> None:
+    PrefectYamlModel.model_validate(document)
+    assert unknown_keys(document) == set()
+
+
+@pytest.mark.parametrize("place", ["top", "deployment", "pool", "limit"])
+def test_a_misspelt_key_is_found(document: dict[str, Any], place: str) -> None:
+    deployment = document["deployments"][0]
+    folder = {
+        "top": document,
+        "deployment": deployment,
+        "pool": deployment["work_pool"],
+        "limit": deployment["concurrency_limit"],
+    }[place]
+    folder["entry_point"] = 1
+    assert unknown_keys(document) == {"entry_point"}
+
+
+def test_every_deployment_names_a_flow_and_parameters_that_it_takes(document: dict[str, Any]) -> None:
+    for deployment in document["deployments"]:
+        path, name = deployment["entrypoint"].split(":")
+        flow = getattr(importlib.import_module(path.removesuffix(".py").replace("/", ".")), name)
+        assert isinstance(flow, Flow)
+        flow.validate_parameters(deployment["parameters"])
+        load_config(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
+
+
+def test_the_deployment_strided_queues_a_second_run(document: dict[str, Any]) -> None:
+    (strided,) = [d for d in document["deployments"] if d["name"] == "strided"]
+    assert strided["entrypoint"] == "flows/ebft.py:ebft"
+    assert strided["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
