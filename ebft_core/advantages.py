@@ -55,7 +55,7 @@ def _rloo(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -
 
 def _group_norm(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -> Tensor:
     del alignment_coef, diversity_coef
-    # In float32 the mean of equal rewards can be off by one ulp, which 1e-8 would blow up to a large advantage.
+    # A float32 mean of equal rewards can be off by one ulp, which 1e-8 would blow up.
     reward = rewards.reward.double()
     spread = torch.std(reward, dim=-1, keepdim=True)
     return ((reward - reward.mean(dim=-1, keepdim=True)) / (spread + 1e-8)).float()

@@ -17,7 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import (
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 
 from ebft_core.attention.packed import Backend
 from ebft_core.config import RunConfig
@@ -85,6 +92,7 @@ class EBFTTrainer(Trainer):
         self.average = WeightAverage(policy, config.ebft.ema_decay) if config.ebft.ema_decay > 0 else None
         self._sums = StepSums()
         self._step_started = time.perf_counter()
+        self.remove_callback(PrinterCallback)  # the event stream is the only log
         self.add_callback(_StepCallback(stop or StopSignal(), self.average))
 
     def get_batch_samples(
