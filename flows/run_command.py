@@ -11,12 +11,12 @@ from rich.console import Console
 
 from ebft_core.config import RunConfig
 from ebft_core.errors import ExitCode
-from ebft_core.preflight import check_workspace
 from flows.environment import prefect_api, quiet_libraries
 from flows.live_view import open_view
 from flows.stopping import sigterm_as_interrupt
 from flows.summary import print_summary
 from tasks.observe import observing
+from tasks.start_run import check_start
 from tasks.supervise import StageFailed, StagePreempted
 
 
@@ -29,14 +29,13 @@ def run_pipeline(config: Path, overrides: Sequence[str], resolved: RunConfig) ->
     Raises:
         UserError: anything the user can mend.
     """
-    workspace = Path(resolved.workspace).expanduser().resolve()
-    check_workspace(workspace)
+    plan, _ = check_start(resolved)  # whatever can be found wrong is found before a server is started
     quiet_libraries()
     sigterm_as_interrupt()
     notes = Console(stderr=True, soft_wrap=True, highlight=False)
     again = shlex.join(["ebft", "run", str(config), *(part for o in overrides for part in ("--set", o))])
     try:
-        result = _run_flow(config, overrides, workspace)
+        result = _run_flow(config, overrides, plan.workspace)
     except (KeyboardInterrupt, StagePreempted):
         notes.print(f"stopped; finished stages and checkpoints are kept. To resume:\n  {again}", markup=False)
         return ExitCode.PREEMPTED

@@ -41,10 +41,11 @@ def publish_model(
     run_id = wait_for_run_id(plan.run_dir, _WAIT_SECONDS)
     if run_id is None:
         raise TransientError(f"MLflow has not answered for {_WAIT_SECONDS:.0f} seconds")
+    before = None if verify_folder(stage.output) is None else read_meta(stage.output)
     version = _register(plan, stage, config, StageRef.from_json(model), mlflow_uri, run_id)
     ref = _commit(stage, version)
     record_stage(plan.run_dir, stage, ref)
-    notify("publish", "done")
+    notify("publish", "skipped" if before == version else "done")
     publish_summary(plan, "publish", ref)
     lines = [f"| {key} | `{value}` |" for key, value in version.items()]
     create_markdown_artifact(

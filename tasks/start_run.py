@@ -59,13 +59,19 @@ def started_run(
         UserError: anything the user can mend; nothing was started or half-written.
     """
     resolved = read_config(config, overrides)
-    plan = plan_run(resolved)
-    uri = tracking_uri(resolved, plan.workspace)
-    check_preflight(resolved, plan)
+    plan, uri = check_start(resolved)
     with hold_lease(plan.run_dir):
         write_run_folder(plan, resolved)
         with tracked_run(plan, resolved, uri, tags) as tracker:
             yield StartedRun(resolved, plan, uri, tracker)
+
+
+def check_start(config: RunConfig) -> tuple[RunPlan, str]:
+    """The plan and the tracking uri of a run that may start. Raises UserError; starts and writes nothing."""
+    plan = plan_run(config)
+    uri = tracking_uri(config, plan.workspace)
+    check_preflight(config, plan)
+    return plan, uri
 
 
 def read_config(config: str | Mapping[str, Any], overrides: Sequence[str]) -> RunConfig:
