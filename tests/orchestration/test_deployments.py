@@ -1,0 +1,180 @@
+"""`ebft up`, `prefect deployment run ebft/strided` and cancelling, with real servers and a real worker."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import pytest
+from mlflow import MlflowClient
+from prefect.client.orchestration import SyncPrefectClient, get_client
+from prefect.client.schemas.filters import (
+    ArtifactFilter,
+    ArtifactFilterFlowRunId,
+    FlowRunFilter,
+    FlowRunFilterId,
+)
+from prefect.settings import PREFECT_API_URL, temporary_settings
+
+from ebft_core.config import load_config
+from ebft_core.errors import ExitCode
+from ebft_core.events import read_events
+from ebft_core.manifests import verify_folder
+from ebft_core.runs import STAGES, plan_run
+from orchestration.builders import micro_file
+from tasks.services import SERVICES, answers, free_port
+
+pytestmark = [pytest.mark.service, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Up:
+    """A running `ebft up`."""
+
+    process: subprocess.Popen[str]
+    workspace: Path
+    api: str
+    mlflow: str
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.1)
+
+
+def start_up(workspace: Path, prefect_port: int, mlflow_port: int) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "flows.cli", "up", "--workspace", str(workspace)]
+    command += ["--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
+    return subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+@pytest.fixture(scope="module")
+def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
+    workspace = tmp_path_factory.mktemp("up") / "workspace"
+    ports = free_port(), free_port()
+    process = start_up(workspace, *ports)
+    wait_until(lambda: (workspace / SERVICES).exists() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    yield Up(process, workspace, f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}")
+    children = psutil.Process(process.pid).children(recursive=True)
+    assert len(children) >= 6  # three tethers and three programs
+    process.send_signal(signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert "all stopped" in output
+    wait_until(lambda: not [p for p in children if p.is_running() and p.status() != "zombie"], 30)
+    assert not (workspace / SERVICES).exists()
+
+
+@pytest.fixture
+def client(up: Up) -> Iterator[SyncPrefectClient]:
+    with temporary_settings({PREFECT_API_URL: up.api}), get_client(sync_client=True) as client:
+        yield client
+
+
+def prefect(up: Up, *arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-m", "prefect", *arguments],
+        env={**os.environ, "PREFECT_API_URL": up.api, "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def run_deployment(up: Up, config: Path, overrides: str = "[]") -> UUID:
+    output = prefect(
+        up, "deployment", "run", "ebft/strided", "-p", f"config={config}", "-p", f"overrides={overrides}"
+    )
+    (line,) = [line for line in output.splitlines() if "UUID" in line]
+    return UUID(line.split()[-1])
+
+
+def state_of(client: SyncPrefectClient, flow_run: UUID) -> Any:
+    return client.read_flow_run(flow_run).state
+
+
+def test_the_servers_answer(up: Up) -> None:
+    assert answers(f"{up.api}/health")
+    assert answers(up.mlflow)
+    assert answers(up.api.removesuffix("/api"))
+
+
+def test_a_taken_port_is_an_error_of_the_users(up: Up, tmp_path: Path) -> None:
+    taken = int(up.mlflow.rsplit(":", 1)[1])
+    second = start_up(tmp_path / "workspace", free_port(), taken)
+    output, _ = second.communicate(timeout=60)
+    assert second.returncode == ExitCode.BAD_INPUT
+    assert "the port is taken" in output
+    assert "--mlflow-port" in output
+
+
+def test_the_deployment_runs_the_whole_pipeline(up: Up, client: SyncPrefectClient, tmp_path: Path) -> None:
+    config = micro_file(up.workspace.parent)
+    flow_run = run_deployment(up, config)
+    wait_until(lambda: state_of(client, flow_run).is_final())
+    assert state_of(client, flow_run).is_completed(), state_of(client, flow_run).message
+    plan = plan_run(load_config(config))
+    assert all(verify_folder(stage.output) for stage in plan.stages)
+    tasks = client.read_task_runs(flow_run_filter=FlowRunFilter(id=FlowRunFilterId(any_=[flow_run])))
+    assert {task.name for task in tasks} == {*STAGES, "report"}
+    assert all({"ebft", f"stage:{task.name}"} <= set(task.tags) for task in tasks if task.name != "report")
+    artifacts = client.read_artifacts(
+        artifact_filter=ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run]))
+    )
+    kinds = {artifact.key: artifact.type for artifact in artifacts}
+    assert kinds["ebft-train-progress"] == "progress"
+    assert kinds["ebft-evaluate-comparison"] == "table"
+    assert kinds["ebft-report-link"] == "markdown"
+    assert [a.data for a in artifacts if a.key == "ebft-train-progress"] == [100.0]
+    mlflow = MlflowClient(up.mlflow)
+    experiment = mlflow.get_experiment_by_name("ebft")
+    (run,) = mlflow.search_runs([experiment.experiment_id], f"tags.`ebft.run_key` = '{plan.run_key}'")
+    assert run.info.status == "FINISHED"
+    assert run.data.tags["prefect.flow_run"] == str(flow_run)
+
+
+def test_cancelling_leaves_a_checkpoint_and_no_process(up: Up, client: SyncPrefectClient) -> None:
+    config = micro_file(up.workspace.parent)
+    flow_run = run_deployment(up, config, '["trainer.max_steps=100000"]')
+    plan = plan_run(load_config(config, ["trainer.max_steps=100000"]))
+    journal = plan.run_dir / "events" / "train.jsonl"
+    wait_until(lambda: sum(e["kind"] == "metrics" for e in read_events(journal)) >= 3)
+    assert stage_programs(plan.run_dir)
+    prefect(up, "flow-run", "cancel", str(flow_run))
+    wait_until(lambda: state_of(client, flow_run).is_final(), 90)
+    assert state_of(client, flow_run).is_cancelled()
+    wait_until(lambda: not stage_programs(plan.run_dir), 60)
+    assert plan.stage("train").state == "partial"
+    manifests = list(plan.stage("train").work.rglob("manifest.json"))
+    assert any(verify_folder(manifest.parent) for manifest in manifests)
+    assert "stopped" in str(read_events(journal)[-1])
+    mlflow = MlflowClient(up.mlflow)
+    experiment = mlflow.get_experiment_by_name("ebft")
+    (run,) = mlflow.search_runs([experiment.experiment_id], f"tags.`ebft.run_key` = '{plan.run_key}'")
+    wait_until(lambda: mlflow.get_run(run.info.run_id).info.status == "KILLED", 30)
+
+
+def stage_programs(run_dir: Path) -> list[int]:
+    found = []
+    for process in psutil.process_iter(["cmdline", "status"]):
+        if str(run_dir) in (process.info["cmdline"] or []) and process.info["status"] != "zombie":
+            found.append(process.pid)
+    return found
