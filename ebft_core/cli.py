@@ -126,6 +126,21 @@ def preview(
 
 
 @app.command()
+def bench(
+    config: ConfigArgument,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Counted steps per setting.")] = 3,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Time the run's model on this machine: tokens per second, share of the peak, memory, a suggestion."""
+    with exit_codes():
+        run = load_config(config, overrides or ())
+        from ebft_core.bench.command import bench as measure
+
+        measure(run, rounds=rounds, as_json=json_)
+
+
+@app.command()
 def merge(
     base: Annotated[Path, typer.Option("--base", help="Folder of the base model.")],
     adapter: Annotated[Path, typer.Option("--adapter", help="Folder of the PEFT adapter.")],

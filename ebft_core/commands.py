@@ -71,6 +71,8 @@ def evaluate(
 
     _must_be_folder(model, "--model")
     _must_be_folder(baseline, "--baseline")
+    if output is not None:
+        _must_be_folder(output.absolute().parent, "--output")
     console = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="ebft-evaluate-") as scratch:
         rows = Path(scratch, "rows")

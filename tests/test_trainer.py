@@ -151,6 +151,26 @@ def test_every_metric_is_reported_at_every_step(tmp_path: Path) -> None:
     assert events[0]["values"]["ebft/kl"] == pytest.approx(0.0, abs=1e-6)  # the policy is still the reference
 
 
+def test_evaluation_during_training_is_logged_and_changes_nothing(tmp_path: Path) -> None:
+    """`eval_every` adds `eval/` metrics at its steps; the weights end up the same with and without it."""
+    ends = []
+    for eval_every in (None, 2):
+        config = make_config(trainer={"max_steps": 4, "eval_every": eval_every, "micro_batch_size": 2})
+        journal = tmp_path / f"events{eval_every}.jsonl"
+        rows = make_rows(4, seed=5)
+        for row in rows:
+            row["document_hashes"] = [f"document {row['row_id']}"]
+        trainer = make_trainer(
+            tmp_path / f"out{eval_every}", config, events=EventWriter(journal, "train"), heldout=rows
+        )
+        trainer.train()
+        ends.append(weights(trainer))
+        evaluations = {e["step"]: e["values"] for e in read_events(journal) if "eval/cfm" in e["values"]}
+        assert list(evaluations) == ([] if eval_every is None else [2, 4])
+        assert all({"eval/ce", "eval/alignment"} <= set(values) for values in evaluations.values())
+    assert_same(ends[0], ends[1], rtol=0, atol=0)
+
+
 def test_training_raises_alignment_on_a_repeated_batch(tmp_path: Path) -> None:
     config = make_config(
         ebft={"whitening": "none", "temperature": 1.0, "n_samples_per_prompt": 8},

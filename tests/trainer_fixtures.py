@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ebft_core.config import RunConfig, parse_config
+from ebft_core.evaluation import training_evaluator
 from ebft_core.events import EventWriter
 from ebft_core.models import freeze_copy
 from ebft_core.stop import StopSignal
@@ -83,6 +84,7 @@ def make_trainer(
     rows: list[dict[str, Any]] | None = None,
     events: EventWriter | None = None,
     stop: StopSignal | None = None,
+    heldout: list[dict[str, Any]] | None = None,
 ) -> EBFTTrainer:
     policy = tiny_llama() if policy is None else policy
     feature_model = None if config.lora is not None else freeze_copy(policy, torch.float32, CPU)
@@ -97,6 +99,8 @@ def make_trainer(
         pad_token_id=0,
         attention="sdpa",
         feature_model=feature_model,
+        evaluator=heldout
+        and training_evaluator(heldout, config, feature_model=feature_model, pad_token_id=0),
         events=events,
         stop=stop,
     )

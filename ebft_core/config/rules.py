@@ -239,6 +239,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             "the length of the training is given twice",
             f"{trainer.max_steps} steps and {trainer.num_train_epochs:g} epochs",
             "at most one of `max_steps` and `num_train_epochs`",
+            "switch the other one off, for example with `--set trainer.num_train_epochs=null`",
         )
     if trainer.attention == "flex" and trainer.device == "cpu":
         yield Problem(

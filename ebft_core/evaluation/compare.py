@@ -182,10 +182,11 @@ def training_evaluator(
             policy if feature_model is None else feature_model,
             rows,
             config,
-            n_samples=config.evaluate.n_samples,
-            seed=config.evaluate.seed,
+            # Keys of the `evaluate` section do not belong to the training stage.
+            n_samples=max(2, config.ebft.n_samples_per_prompt),
+            seed=config.trainer.seed,
             pad_token_id=pad_token_id,
-            batch_rows=config.evaluate.batch_rows,
+            batch_rows=config.trainer.micro_batch_size,
             attention=select_attention(config.trainer, device),
         )
         return metric_means(measurements)

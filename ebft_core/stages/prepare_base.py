@@ -31,7 +31,7 @@ def run(context: StageContext) -> dict[str, Any]:
         Preempted: asked to stop while training a model; the work folder holds a checkpoint.
     """
     model = context.config.model
-    info = _resolve(model) if model.from_scratch is None else _make(context)
+    info = resolve_base(model) if model.from_scratch is None else _make(context)
     check_model_folder(info.path, where=_KEY)
     _check_architecture(info.path, model)
     check_token_ids(load_tokenizer(info.path, model), embedding_size(info.path), where=_KEY)
@@ -39,7 +39,12 @@ def run(context: StageContext) -> dict[str, Any]:
     return {"source": info.source, "revision": info.revision, "digest": info.digest, **info.metrics}
 
 
-def _resolve(model: ModelConfig) -> BaseModelInfo:
+def resolve_base(model: ModelConfig) -> BaseModelInfo:
+    """Find the model that `model.name_or_path` names.
+
+    Raises:
+        UserError: there is none, or it cannot be fetched.
+    """
     name = model.name_or_path
     if name is None:
         raise UserError("no base model", where="model", expected="`name_or_path` or `from_scratch`")

@@ -74,6 +74,7 @@ class EBFTTrainer(Trainer):
             model=policy,
             args=arguments,
             train_dataset=rows,
+            eval_dataset=rows,  # never read: `evaluate` asks the evaluator; the library insists on one
             data_collator=partial(_collate, config=config, pad_token_id=pad_token_id),
         )
         if self.args.world_size > 1:

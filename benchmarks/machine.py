@@ -1,0 +1,32 @@
+"""What a figure was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+from importlib.metadata import version
+from pathlib import Path
+
+import psutil
+import torch
+
+PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft")
+
+
+def describe_hardware() -> dict[str, str | int | float]:
+    """Processor, cores, memory, GPU."""
+    cpuinfo = Path("/proc/cpuinfo")
+    found = re.search(r"model name\s*:\s*(.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return {
+        "processor": found[1].strip() if found else platform.processor(),
+        "cores": os.cpu_count() or 0,
+        "threads": torch.get_num_threads(),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Python and the packages that do the work."""
+    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
