@@ -35,8 +35,6 @@ _READS: Mapping[str, tuple[str, ...]] = {
         "model.chat_template",
         "model.trust_remote_code",
         "data",
-        "ebft.mode",
-        "ebft.stride",
         "ebft.context_length",
         "ebft.generate_max_len",
         "ebft.min_completion_prefix",
