@@ -68,6 +68,13 @@ def make_scale(low: float, high: float, start: float, end: float, wanted: int = 
     return Scale(low, high, start, end, tuple(n * step for n in range(first, last + 1)))
 
 
+def tick_label(value: float, scale: Scale) -> str:
+    """A tick's text with as many decimals as neighbouring ticks need to differ."""
+    step = scale.ticks[1] - scale.ticks[0] if len(scale.ticks) > 1 else abs(scale.high - scale.low)
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:.3g}" if decimals > 5 or abs(value) >= 1e5 else f"{value:.{decimals}f}"
+
+
 def running_mean(points: Series, window: int) -> list[tuple[float, float]]:
     """Mean of the last `window` values at every point."""
     means = []
@@ -99,7 +106,8 @@ def _grid(x_scale: Scale, y_scale: Scale) -> str:
     for value in y_scale.ticks:
         y = y_scale(value)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
+        label = tick_label(value, y_scale)
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{label}</text>')
     for value in x_scale.ticks:
         x = x_scale(value)
         parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 8}" text-anchor="middle">{value:.6g}</text>')

@@ -39,9 +39,9 @@ _CHARTS = (
     ChartSpec(
         "Similarity of samples", {"diversity": "ebft/diversity"}, "healthy: 0.01 to 0.1; above 1 is collapse"
     ),
-    ChartSpec(
-        "Losses", {"policy gradient": "ebft/rl_loss", "cross-entropy": "ebft/ce_loss", "KL": "ebft/kl"}
-    ),
+    ChartSpec("Policy-gradient loss", {"policy gradient": "ebft/rl_loss"}),
+    ChartSpec("Cross-entropy", {"cross-entropy": "ebft/ce_loss"}, "nats per token of the training rows"),
+    ChartSpec("KL to the base", {"KL": "ebft/kl"}),
     ChartSpec("Entropy", {"entropy": "ebft/entropy"}, "healthy: 0.05 to 0.5; below 0.01 is collapse"),
     ChartSpec(
         "Gradient norm", {"gradient norm": "train/grad_norm"}, "healthy: 0.1 to 3; above 10 is unstable"

@@ -18,7 +18,18 @@ from ebft_core.events import EventWriter
 from ebft_core.manifests import commit_folder
 from ebft_core.runs import RunPlan
 from orchestration.builders import planned_run
-from tasks.charts import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, line_chart, make_scale, running_mean
+from tasks.charts import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    RIGHT,
+    TOP,
+    WIDTH,
+    line_chart,
+    make_scale,
+    running_mean,
+    tick_label,
+)
 from tasks.report import build_report
 
 EVIL = "</pre><script>alert(1)</script>"
@@ -137,12 +148,14 @@ def test_points_that_are_no_numbers_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("low", "high"), [(0.0, 1.0), (0.13, 0.14), (-5e4, 3e7), (2.0, 2.0), (0.0, 0.0), (-1e-9, 0)]
+    ("low", "high"),
+    [(0.0, 1.0), (0.13, 0.14), (5.5215, 5.5222), (-5e4, 3e7), (2.0, 2.0), (0.0, 0.0), (-1e-9, 0)],
 )
 def test_ticks_are_few_round_and_inside(low: float, high: float) -> None:
     scale = make_scale(low, high, 0.0, 100.0)
     assert 2 <= len(scale.ticks) <= 6
     assert all(scale.low - 1e-9 <= tick <= scale.high * (1 + 1e-9) + 1e-12 for tick in scale.ticks)
+    assert len({tick_label(tick, scale) for tick in scale.ticks}) == len(scale.ticks)
     assert scale(scale.low) == 0.0
     assert scale(scale.high) == pytest.approx(100.0)
 
