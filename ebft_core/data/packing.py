@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ebft_core.data.document import Ints, TokenizedDocument
+
+if TYPE_CHECKING:
+    from ebft_core.config import EBFTConfig
 
 OPEN_ROWS = 64
 """Rows that first-fit looks at; with more, packing gets slower and hardly tighter."""
@@ -61,6 +64,18 @@ def cut(document: TokenizedDocument, sequence_length: int) -> list[TokenizedDocu
         document.cut(start, min(start + sequence_length, len(document)))
         for start in range(0, len(document), sequence_length)
     ]
+
+
+def has_room(document: TokenizedDocument, ebft: EBFTConfig) -> bool:
+    """Whether a whole target fits somewhere behind the shortest context, whatever the stride.
+
+    Independent of `ebft.stride`, so that another stride needs no tokenizing; a row kept by this rule may
+    still have no anchor at a coarse stride.
+    """
+    first = max(1, ebft.context_length, document.prompt_length + ebft.min_completion_prefix)
+    targets = np.concatenate([[0], np.cumsum(document.is_target[first:])])
+    span = ebft.generate_max_len
+    return bool((targets[span:] - targets[:-span] == span).any())
 
 
 class Packer:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ebft_core.config import RunConfig
 from ebft_core.data.document import RowError, TokenizedDocument
-from ebft_core.data.packing import Packer, Piece, cut, join
+from ebft_core.data.packing import Packer, Piece, cut, has_room
 from ebft_core.data.reader import BadRow, Document
 from ebft_core.data.scan import Scan, apply_policy, check_row, scan_rows, source_rows
 from ebft_core.data.sources import SourceFile, resolve_sources
@@ -19,7 +19,6 @@ from ebft_core.data.store import RowWriter
 from ebft_core.data.transforms import get_transform
 from ebft_core.errors import UserError
 from ebft_core.events import EventWriter
-from ebft_core.rows import row_anchors
 from ebft_core.stage_runner import Preempted
 from ebft_core.stop import StopSignal
 from ebft_core.tokenizer import Tokenizer
@@ -154,10 +153,9 @@ class DataPipeline:
             )
         kept = 0
         for part in cut(document, self.config.data.sequence_length):
-            piece = Piece(part, key)
-            if len(row_anchors(join([piece]).as_dict(), self.config)):
+            if has_room(part, self.config.ebft):
                 kept += 1
-                yield piece
+                yield Piece(part, key)
             else:
                 dropped.pieces += 1
                 dropped.longest = max(dropped.longest, len(part))

@@ -7,7 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ebft_core.data.document import TokenizedDocument
-from ebft_core.data.packing import OPEN_ROWS, Packer, Piece, Row, cut
+from ebft_core.data.packing import OPEN_ROWS, Packer, Piece, Row, cut, has_room, join
+from ebft_core.rows import row_anchors
+from tests.data.builders import run_config
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=60)
 
@@ -74,3 +76,21 @@ def test_cut_pieces_join_to_the_document(length: int, limit: int, prompt: int) -
     assert np.concatenate([p.input_ids for p in pieces]).tolist() == document.input_ids.tolist()
     assert [len(p) for p in pieces[:-1]] == [limit] * (len(pieces) - 1)
     assert sum(p.prompt_length for p in pieces) == document.prompt_length
+
+
+@given(
+    targets=st.lists(st.booleans(), min_size=1, max_size=30),
+    context=st.integers(1, 10),
+    prefix=st.integers(0, 5),
+    span=st.integers(1, 8),
+)
+def test_a_document_has_room_where_stride_one_has_an_anchor(
+    targets: list[bool], context: int, prefix: int, span: int
+) -> None:
+    prompt = targets.index(True) if True in targets else len(targets)
+    ids = np.arange(len(targets))
+    document = TokenizedDocument(ids, ids, np.array(targets), prompt)
+    ebft = {"stride": 1, "context_length": context, "generate_max_len": span, "min_completion_prefix": prefix}
+    config = run_config(["stdlib:abc.py"], ebft=ebft)
+    anchors = row_anchors(join([Piece(document, "h")]).as_dict(), config)
+    assert has_room(document, config.ebft) == (len(anchors) > 0)
