@@ -83,7 +83,7 @@ def main(name: str, run_dir: Path, *, modules: Mapping[str, str] = STAGE_MODULES
     run_dir = run_dir.resolve()
     events = (
         EventWriter(run_dir / "events" / f"{name}.jsonl", name)
-        if run_dir.is_dir()
+        if run_dir.is_dir() and name in modules
         else EventWriter(None, name)
     )
     try:

@@ -12,6 +12,7 @@ import typer
 
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
+from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
 
 @app.command()
@@ -30,8 +31,8 @@ def up(
     workspace: Annotated[
         Path, typer.Option("--workspace", help="Folder of the databases, logs and runs.")
     ] = Path("runs"),
-    prefect_port: Annotated[int, typer.Option("--prefect-port", help="Port of the Prefect server.")] = 4200,
-    mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of the MLflow server.")] = 5000,
+    prefect_port: Annotated[int, typer.Option("--prefect-port", help="Port of Prefect.")] = PREFECT_PORT,
+    mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of MLflow.")] = MLFLOW_PORT,
 ) -> None:
     """Start a Prefect server, an MLflow server, a worker and the deployments; Ctrl-C stops them all."""
     with exit_codes():

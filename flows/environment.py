@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ebft_core.errors import UserError
-from tasks.services import QUIET, answers, free_port, noted_prefect_api, prefect_server, running
+from tasks.services import QUIET, answers, free_port, noted_services, prefect_server, running
 
 _NOISY_LOGGERS = ("alembic", "mlflow", "httpx", "urllib3", "prefect", "git")
 
@@ -51,10 +51,10 @@ def prefect_api(workspace: Path) -> Iterator[str]:
             )
         yield configured
         return
-    noted = noted_prefect_api(workspace)
+    noted = noted_services(workspace)
     if noted is not None:
-        with temporary_settings({PREFECT_API_URL: noted}):
-            yield noted
+        with temporary_settings({PREFECT_API_URL: noted["prefect_api"]}):
+            yield noted["prefect_api"]
         return
     port = free_port()
     server = prefect_server(workspace, port, ui=False)

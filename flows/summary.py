@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from prefect.settings import PREFECT_API_URL
 from rich.console import Console
 
 from ebft_core.config import load_config
@@ -13,7 +14,7 @@ from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from tasks.mlflow_uri import tracking_uri
 from tasks.report import read_evaluation
-from tasks.services import HOST
+from tasks.services import HOST, MLFLOW_PORT, PREFECT_PORT, noted_services
 
 
 def print_summary(run_dir: Path, console: Console, *, flow_run: str) -> None:
@@ -38,8 +39,16 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
     uri = tracking_uri(load_config(plan.run_dir / "config.yaml"), plan.workspace)
     note = json.loads((plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
     page = f"#/experiments/{note.get('experiment_id')}/runs/{note.get('run_id')}"
-    remote = uri.startswith("http")
-    places["MLflow"] = f"{uri.rstrip('/') if remote else f'http://{HOST}:5000'}/{page}"
-    places["Prefect"] = f"http://{HOST}:4200/runs/flow-run/{flow_run}"
-    places["open both"] = f"ebft up --workspace {plan.workspace}"
+    running = noted_services(plan.workspace)
+    here = running or {
+        "prefect_api": f"http://{HOST}:{PREFECT_PORT}/api",
+        "mlflow": f"http://{HOST}:{MLFLOW_PORT}",
+    }
+    configured = PREFECT_API_URL.value()
+    mlflow = uri if uri.startswith("http") else here["mlflow"]
+    prefect = (configured or here["prefect_api"]).rstrip("/").removesuffix("/api")
+    places["MLflow"] = f"{mlflow.rstrip('/')}/{page}"
+    places["Prefect"] = f"{prefect}/runs/flow-run/{flow_run}"
+    if running is None and not configured:
+        places["open both"] = f"ebft up --workspace {plan.workspace}"
     return places

@@ -18,6 +18,8 @@ from pathlib import Path
 from ebft_core.errors import UserError
 from ebft_core.manifests import write_json_atomic
 
+PREFECT_PORT, MLFLOW_PORT = 4200, 5000
+"""Where `ebft up` listens unless told otherwise."""
 HOST = "127.0.0.1"
 START_SECONDS = 120.0
 SERVICES = "services.json"
@@ -137,13 +139,14 @@ def note_services(workspace: Path, prefect_api: str, mlflow: str) -> None:
     write_json_atomic(workspace / SERVICES, {"prefect_api": prefect_api, "mlflow": mlflow})
 
 
-def noted_prefect_api(workspace: Path) -> str | None:
-    """The API of a server that `ebft up` runs for this workspace now; None if there is none."""
+def noted_services(workspace: Path) -> dict[str, str] | None:
+    """`{"prefect_api", "mlflow"}` of what `ebft up` runs for this workspace now; None if nothing answers."""
     try:
-        api = str(json.loads((workspace / SERVICES).read_text(encoding="utf-8"))["prefect_api"])
+        note = json.loads((workspace / SERVICES).read_text(encoding="utf-8"))
+        services = {"prefect_api": str(note["prefect_api"]), "mlflow": str(note["mlflow"])}
     except (OSError, ValueError, KeyError):
         return None
-    return api if answers(f"{api}/health") else None
+    return services if answers(f"{services['prefect_api']}/health") else None
 
 
 def answers(url: str) -> bool:

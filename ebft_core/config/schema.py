@@ -128,6 +128,8 @@ class DataConfig(Section):
     """`text`, `prompt_completion`, `chat`, or `module:function` (see docs, *Data formats*)."""
     fields: FieldMapping = FieldMapping()
     """Column names."""
+    prompt_separator: str = ""
+    """Put between prompt and completion by the `prompt_completion` transform, part of the prompt (`"\\n"`)."""
     chat: ChatConfig = ChatConfig()
     """Options of the `chat` transform."""
     sequence_length: PositiveInt = 1024

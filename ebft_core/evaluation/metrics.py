@@ -40,9 +40,11 @@ METRICS: Mapping[str, Metric] = {
     "perplexity": Metric("perplexity", "lower", "token", transform=np.exp),
     "cfm": Metric("CFM (unbiased)", "lower", "block", lambda block: block.cfm),
     "cfm_biased": Metric("CFM (biased)", "lower", "block", lambda block: block.cfm_biased),
-    "alignment": Metric("alignment", "higher", "block", lambda block: float(np.mean(block.alignments))),
+    "alignment": Metric(
+        "alignment (cosine)", "higher", "block", lambda block: float(np.mean(block.alignments))
+    ),
     "best_of_n_alignment": Metric(
-        "best-of-N alignment", "higher", "block", lambda block: max(block.alignments)
+        "best-of-N alignment (cosine)", "higher", "block", lambda block: max(block.alignments)
     ),
     "diversity": Metric("similarity between samples", None, "block", lambda block: block.diversity),
     "duplicate_rate": Metric("duplicate rate", "lower", "block", lambda block: block.duplicate_rate),

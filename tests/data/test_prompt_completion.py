@@ -40,6 +40,13 @@ def test_mapped_names_are_the_only_ones() -> None:
         TRANSFORM.content({"prompt": "x", "completion": "y"}, config)
 
 
+def test_the_separator_belongs_to_the_prompt() -> None:
+    document = one({"prompt": "ab", "completion": "cd"}, byte_tokenizer(), prompt_separator="\n")
+    assert document.input_ids.tolist() == [*b"ab\ncd", 256]
+    assert document.prompt_length == 3
+    assert document.labels.tolist()[:3] == [-100] * 3
+
+
 def test_bos_stands_once_before_the_prompt() -> None:
     for prompt in ("w0", "<s> w0"):
         document = one({"prompt": prompt, "completion": " w1"}, word_tokenizer(bos=True))

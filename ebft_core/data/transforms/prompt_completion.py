@@ -43,7 +43,8 @@ def tokenize(
     keep one completion token.
     """
     prefix = bos_prefix(tokenizer)
-    pairs = [content(record, config) for record in records]
+    fields = [content(record, config) for record in records]
+    pairs = [(prompt + config.prompt_separator, completion) for prompt, completion in fields]
     prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
     completions = _continuations(pairs, prompts, tokenizer)
     documents: list[TokenizedDocument | RowError] = []
