@@ -129,7 +129,7 @@ class DataConfig(Section):
     fields: FieldMapping = FieldMapping()
     """Column names."""
     prompt_separator: str = ""
-    """Put between prompt and completion by the `prompt_completion` transform, part of the prompt (`"\\n"`)."""
+    """Text between prompt and completion (transform `prompt_completion`), part of the prompt: `"\\n"`."""
     chat: ChatConfig = ChatConfig()
     """Options of the `chat` transform."""
     sequence_length: PositiveInt = 1024
