@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from ebft_core.attention.chunks import additive
 from ebft_core.geometry import PackedLayout
 from ebft_core.masks import dense_mask
 
@@ -58,7 +59,7 @@ class PrefixCache:
             prefix = max(0, int(last_A[(stop - 1) // layout.n_samples]))
             queries = layout.length + torch.arange(start, stop, device=device) * layout.block_length
             mask = dense_mask(layout, queries, torch.arange(prefix, device=device))
-            self._masks.append((slice(start, stop), prefix, mask))
+            self._masks.append((slice(start, stop), prefix, additive(mask, torch.float32)))
 
     def attend(
         self, layer: int, query_RHTK: Tensor, key_RJTK: Tensor, value_RJTK: Tensor, scale: float
@@ -105,8 +106,10 @@ class PrefixCache:
         prefix_scores = (query_RJQBK.reshape(R, J, Q * B, K) @ key_RJPK.transpose(-1, -2)).view(
             R, J, Q, B, prefix
         )
-        prefix_scores = prefix_scores.masked_fill(~mask[:, :, None], float("-inf"))
         own_scores = torch.einsum("rjqbk,rjbsk->rjqbs", query_RJQBK, key_RJBSK)
-        weights = torch.cat([prefix_scores, own_scores], dim=-1).float().softmax(dim=-1).to(value_RJPK.dtype)
+        scores = prefix_scores.new_empty((*own_scores.shape[:-1], prefix + steps), dtype=torch.float32)
+        torch.add(prefix_scores, mask[:, :, None], out=scores[..., :prefix])
+        scores[..., prefix:] = own_scores
+        weights = scores.softmax(dim=-1).to(value_RJPK.dtype)
         from_prefix = (weights[..., :prefix].reshape(R, J, Q * B, prefix) @ value_RJPK).view(R, J, Q, B, K)
         return from_prefix + torch.einsum("rjqbs,rjbsk->rjqbk", weights[..., prefix:], value_RJBSK)

@@ -128,23 +128,29 @@ def _sample(
     for start in range(0, R * X, HEAD_ROWS):
         part = slice(start, start + HEAD_ROWS)
         logits_XV = head(flat_XH[part]).float()
-        finite &= logits_XV.isfinite().all()
         if uniforms_XN is None or temperature == 0:
-            chunks.append(logits_XV.argmax(dim=-1, keepdim=True).expand(-1, repeats))
+            best_X1, tokens_X1 = logits_XV.max(dim=-1, keepdim=True)
+            finite &= best_X1.isfinite().all()
+            chunks.append(tokens_X1.expand(-1, repeats))
         else:
-            chunks.append(_inverse_cdf(logits_XV / temperature, uniforms_XN[part], top_p))
+            tokens_XN, total_X1 = _inverse_cdf(logits_XV, uniforms_XN[part], temperature, top_p)
+            finite &= total_X1.isfinite().all()  # one bad logit makes the whole softmax NaN
+            chunks.append(tokens_XN)
     return torch.cat(chunks).reshape(R, X * repeats), finite
 
 
-def _inverse_cdf(logits_XV: Tensor, uniforms_XN: Tensor, top_p: float) -> Tensor:
-    """Tokens `(X, N)`: the first token whose cumulative probability exceeds the uniform number."""
-    probs_XV = logits_XV.softmax(dim=-1)
+def _inverse_cdf(
+    logits_XV: Tensor, uniforms_XN: Tensor, temperature: float, top_p: float
+) -> tuple[Tensor, Tensor]:
+    """Tokens `(X, N)`: the first whose cumulative probability exceeds the number; and the totals `(X, 1)`."""
+    probs_XV = (logits_XV / temperature).softmax(dim=-1)
     if top_p < 1.0:
         probs_XV = _nucleus(probs_XV, top_p)
     cdf_XV = probs_XV.cumsum(dim=-1)
     # Scaling by the last value keeps a uniform number below the total although sums are rounded.
-    thresholds_XN = uniforms_XN.to(cdf_XV) * cdf_XV[:, -1:]
-    return torch.searchsorted(cdf_XV, thresholds_XN, right=True).clamp_(max=cdf_XV.shape[-1] - 1)
+    total_X1 = cdf_XV[:, -1:]
+    tokens_XN = torch.searchsorted(cdf_XV, uniforms_XN.to(cdf_XV) * total_X1, right=True)
+    return tokens_XN.clamp_(max=cdf_XV.shape[-1] - 1), total_X1
 
 
 def _nucleus(probs_XV: Tensor, top_p: float) -> Tensor:
