@@ -1,6 +1,7 @@
 # make demo    install and run the quickstart from text to a registered model
 # make test    install with the development tools and run the tests
 # make check   lint, format, types, import rules
+# make bench   time the strided step against a plain baseline and the machine's peak
 # PYTHON=python3.11 chooses the interpreter; VENV=.venv the environment's folder.
 PYTHON ?= python3
 VENV ?= .venv
@@ -10,10 +11,10 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet -c c
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-dev demo test check clean
+.PHONY: help setup setup-dev demo test check bench clean
 
 help:
-	@sed -n 's/^# //p' Makefile | head -4
+	@sed -n 's/^# //p' Makefile | head -5
 
 setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
@@ -29,6 +30,11 @@ check: setup-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# About fifteen minutes on two cores. The file is named after the machine: OUTPUT=benchmarks/baselines/my-machine.json
+OUTPUT ?= benchmarks/baselines/cpu-2core.json
+bench: setup-dev
+	$(BIN)/python -m benchmarks.strided --output $(OUTPUT)
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -69,8 +69,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def prepare_for_packing(model: nn.Module, longest: int) -> None:
-    """Set our attention on the model, after checking that the mask rule can describe it.
+def check_supported(model: nn.Module, longest: int) -> None:
+    """Check that the mask rule can describe the model's attention, and that its parts can be found.
 
     Args:
         longest: largest number of positions that will be used, in tokens.
@@ -79,11 +79,15 @@ def prepare_for_packing(model: nn.Module, longest: int) -> None:
         UserError: encoder-decoder, recurrent or linear attention, sliding windows shorter than
             `longest`, scaled or soft-capped logits, fewer positions than `longest`.
     """
-    config: Any = unwrap_adapters(model).config
-    problem = _unsupported(config, longest)
+    problem = _unsupported(unwrap_adapters(model).config, longest)
     if problem:
         raise _refusal(model, problem)
     decoder_layers(model)
+
+
+def prepare_for_packing(model: nn.Module, longest: int) -> None:
+    """Set our attention on the model, after `check_supported`."""
+    check_supported(model, longest)
     use_ebft_attention(unwrap_adapters(model))
 
 

@@ -12,6 +12,7 @@ from torch import nn
 from ebft_core.attention.packed import Backend
 from ebft_core.config import LoraConfig, RunConfig, TrainerConfig
 from ebft_core.errors import UserError
+from ebft_core.model_parts import check_supported
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +62,16 @@ def select_attention(config: TrainerConfig, device: torch.device) -> Backend:
     return config.attention
 
 
+def empty_model(architecture: Any, *, trust_remote_code: bool = False) -> PreTrainedModel:
+    """A causal language model of this architecture without weights (on the meta device)."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(
+            copy.deepcopy(architecture), dtype=torch.float32, trust_remote_code=trust_remote_code
+        )
+
+
 def load_causal_lm(path: Path, dtype: torch.dtype, *, trust_remote_code: bool = False) -> PreTrainedModel:
     """A causal language model from a folder, safetensors only, in evaluation mode on the CPU."""
     from transformers import AutoModelForCausalLM
@@ -103,6 +114,21 @@ def load_policy(
     return _with_new_adapters(
         load_causal_lm(path, dtype, trust_remote_code=trust), config.lora, config.trainer.seed
     )
+
+
+def check_trainable(model: nn.Module, config: RunConfig) -> None:
+    """Find out before anything expensive whether the run can train this model; no weights are touched.
+
+    Args:
+        model: the base model, or an empty one of the same architecture.
+
+    Raises:
+        UserError: the architecture is not supported, or the LoRA targets match nothing.
+    """
+    check_supported(model, config.data.sequence_length)
+    if config.lora is not None:
+        with torch.device("meta"):
+            _with_new_adapters(empty_model(model.config), config.lora, seed=0)
 
 
 def freeze_copy(policy: nn.Module, dtype: torch.dtype, device: torch.device) -> nn.Module:

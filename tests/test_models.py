@@ -8,7 +8,15 @@ import pytest
 import torch
 
 from ebft_core.errors import UserError
-from ebft_core.models import freeze_copy, load_policy, select_attention, select_device, select_precision
+from ebft_core.models import (
+    check_trainable,
+    empty_model,
+    freeze_copy,
+    load_policy,
+    select_attention,
+    select_device,
+    select_precision,
+)
 from tests.trainer_fixtures import CPU, make_config, tiny_llama
 
 
@@ -72,3 +80,19 @@ def test_choices_that_this_machine_cannot_serve_are_errors(monkeypatch: pytest.M
     assert select_precision(automatic, CPU) == torch.float32
     assert select_attention(automatic, CPU) == "sdpa"
     assert select_attention(automatic, torch.device("cuda")) == "flex"
+
+
+def test_what_cannot_be_trained_is_found_on_a_model_without_weights() -> None:
+    empty = empty_model(tiny_llama().config)
+    assert {p.device.type for p in empty.parameters()} == {"meta"}
+    check_trainable(empty, make_config(lora={"r": 4}))
+    check_trainable(empty, make_config())
+    with pytest.raises(UserError) as caught:
+        check_trainable(empty, make_config(lora={"target_modules": ["no_such_module"]}))
+    assert caught.value.where == "lora.target_modules"
+    with pytest.raises(UserError) as caught:
+        check_trainable(empty, make_config(data={"sequence_length": 4096}))
+    assert "2048 positions" in caught.value.what
+    assert not any(
+        "lora" in name for name, _ in empty.named_parameters()
+    )  # the check leaves no adapters behind

@@ -17,7 +17,7 @@ from ebft_core.hub import fetch_model
 from ebft_core.tokenizer import check_token_ids, load_tokenizer
 
 if TYPE_CHECKING:
-    from ebft_core.config import ModelConfig
+    from ebft_core.config import ModelConfig, RunConfig
     from ebft_core.stage_runner import StageContext
 
 _KEY = "model.name_or_path"
@@ -33,7 +33,7 @@ def run(context: StageContext) -> dict[str, Any]:
     model = context.config.model
     info = resolve_base(model) if model.from_scratch is None else _make(context)
     check_model_folder(info.path, where=_KEY)
-    _check_architecture(info.path, model)
+    _check_architecture(info.path, context.config)
     check_token_ids(load_tokenizer(info.path, model), embedding_size(info.path), where=_KEY)
     write_base(context.output, info)
     return {"source": info.source, "revision": info.revision, "digest": info.digest, **info.metrics}
@@ -57,23 +57,28 @@ def resolve_base(model: ModelConfig) -> BaseModelInfo:
     return BaseModelInfo(path, digest_model_folder(path), source=name, revision=commit)
 
 
-def _check_architecture(folder: Path, model: ModelConfig) -> None:
-    """Refuse a model that transformers does not know, or that needs code of its own which is not allowed."""
+def _check_architecture(folder: Path, config: RunConfig) -> None:
+    """Refuse what the run cannot train, before data are read: unknown code, wrong attention, LoRA targets."""
     from transformers import AutoConfig
 
+    from ebft_core.models import check_trainable, empty_model
+
+    trust = config.model.trust_remote_code
     try:
-        AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code, local_files_only=True)
+        architecture = AutoConfig.from_pretrained(folder, trust_remote_code=trust, local_files_only=True)
     except (ValueError, KeyError, OSError) as error:
         raise UserError(
             "transformers cannot load this model's configuration",
             where=_KEY,
-            value=model.name_or_path,
+            value=config.model.name_or_path,
             expected="an architecture that the installed transformers has built in",
             hint=next(iter(str(error).splitlines()), type(error).__name__)[:300],
         ) from error
+    check_trainable(empty_model(architecture, trust_remote_code=trust), config)
 
 
 def _make(context: StageContext) -> BaseModelInfo:
+    from ebft_core.models import check_trainable
     from ebft_core.scratch.corpus import make_corpus, read_corpus
     from ebft_core.scratch.tokenizer import make_tokenizer
     from ebft_core.scratch.training import Progress, make_model, train
@@ -88,6 +93,7 @@ def _make(context: StageContext) -> BaseModelInfo:
         f"base model: {corpus.train_NL.numel():,} training and {corpus.heldout_NL.numel():,} held-out tokens"
     )
     model = make_model(config, tokenizer)
+    check_trainable(model, context.config)
     metrics = train(model, corpus, config, Progress(context.events, context.stop, context.work))
     folder = context.output / "model"
     model.save_pretrained(folder)
