@@ -71,7 +71,8 @@ def plain_rollout(
         logits_CTV = _logits(model, ids_CT, anchors_CA, L, step)
         where = _predictors(anchors_CA, L, step)[..., None].expand(-1, -1, logits_CTV.shape[-1])
         cdf = (logits_CTV.gather(1, where) / temperature).softmax(-1).cumsum(-1)
-        drawn = torch.searchsorted(cdf, uniforms_CAG[:, :, step, None] * cdf[..., -1:], right=True)
+        thresholds = (uniforms_CAG[:, :, step, None] * cdf[..., -1:]).contiguous()
+        drawn = torch.searchsorted(cdf, thresholds, right=True)
         ids_CT = torch.cat([ids_CT, drawn[..., 0]], dim=1)
     return ids_CT[:, L:].view(R, N, G, A).permute(0, 3, 1, 2)
 

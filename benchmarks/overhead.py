@@ -28,6 +28,7 @@ from ebft_core.events import EventWriter
 from ebft_core.lora_merge import merge_adapter
 from ebft_core.manifests import sha256_file
 from ebft_core.models import freeze_copy
+from ebft_core.stop import StopSignal
 from ebft_core.trainers.metrics import StepSums
 
 ROUNDS = 5
@@ -94,9 +95,8 @@ def tokenize_ratio(folder: Path) -> float:
         output.mkdir()
         work.mkdir()
         started = time.perf_counter()
-        DataPipeline(config, tokenizer, len(tokenizer), events=EventWriter(None, "tokenize")).write(
-            output, work
-        )
+        events = EventWriter(None, "tokenize")
+        DataPipeline(config, tokenizer, len(tokenizer), events=events, stop=StopSignal()).write(output, work)
         ratios.append(bare / (time.perf_counter() - started))
     return statistics.median(ratios[1:])
 

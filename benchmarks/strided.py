@@ -134,17 +134,19 @@ def main() -> None:
     arguments = parser.parse_args()
     console = Console(stderr=True)
     lengths = [int(length) for length in arguments.lengths.split(",")]
-    measured = {name: PARTS[name](lengths, console.print) for name in arguments.parts.split(",")}
-    report = {
-        "hardware": describe_hardware(),
-        "versions": describe_versions(),
-        **headline(measured),
-        "parts": measured,
-    }
+    measured: dict[str, Any] = {}
+    for name in arguments.parts.split(","):
+        measured[name] = PARTS[name](lengths, console.print)
+        report = {
+            "hardware": describe_hardware(),
+            "versions": describe_versions(),
+            **headline(measured),
+            "parts": measured,
+        }
+        if arguments.output:  # after every part: a later one that fails must not cost the earlier ones
+            arguments.output.parent.mkdir(parents=True, exist_ok=True)
+            arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print_report(report, Console())
-    if arguments.output:
-        arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

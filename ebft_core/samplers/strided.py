@@ -41,7 +41,7 @@ def rollout(
         anchors_RA: int64, -1 where a row has fewer anchors.
         temperature: τ of softmax(logits / τ); 0 takes the most likely token.
         top_p: smallest set of most likely tokens whose probability reaches `top_p`; 1.0 is off.
-        generator: source of the random numbers (CPU generator); None: the global one.
+        generator: source of the random numbers, on any device; None: the global one of the CPU.
         document_ids_RL: documents of a packed row, -1 = padding; None: one document per row.
         uniforms_RANG: random numbers in [0, 1) to use instead of `generator`: one per token, drawn by
             inverse CDF, so the same numbers give two similar models similar samples.
@@ -64,7 +64,9 @@ def rollout(
     R, L = input_ids_RL.shape
     A = anchors_RA.shape[1]
     if uniforms_RANG is None and temperature > 0:
-        uniforms_RANG = torch.rand(R, A, n_samples, generate_max_len, generator=generator)
+        device = torch.device("cpu") if generator is None else generator.device
+        shape = (R, A, n_samples, generate_max_len)
+        uniforms_RANG = torch.rand(shape, generator=generator, device=device)
     prepare_for_packing(model, count_positions(L, anchors_RA, generate_max_len))
     if A == 0:
         return input_ids_RL.new_zeros(R, 0, n_samples, generate_max_len)
