@@ -95,7 +95,7 @@ def main(name: str, run_dir: Path, *, modules: Mapping[str, str] = STAGE_MODULES
         events.error({**error.to_json(), "text": error.render()})
         logger.error("%s", error.render())
         return ExitCode.BAD_INPUT
-    except Exception as error:
+    except Exception as error:  # the end of a program: reported in full, and said by the exit code
         events.error({"what": f"{type(error).__name__}: {error}", "where": f"stage {name}"})
         logger.exception("stage %s failed", name)
         return ExitCode.INTERNAL
