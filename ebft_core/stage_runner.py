@@ -157,11 +157,14 @@ def _run_locked(
     )
     stage.work.mkdir(parents=True, exist_ok=True)
     began = time.monotonic()
-    meta: dict[str, Any] = importlib.import_module(module).run(context)
-    meta = {**meta, "wall_seconds": round(time.monotonic() - began, 3)}
-    if events.path is not None:
-        shutil.copyfile(events.path, context.output / JOURNAL)
-    ref = commit_folder(context.output, stage.output, schema=f"ebft.{stage.name}/1", meta=meta)
+    try:
+        meta: dict[str, Any] = importlib.import_module(module).run(context)
+        meta = {**meta, "wall_seconds": round(time.monotonic() - began, 3)}
+        if events.path is not None:
+            shutil.copyfile(events.path, context.output / JOURNAL)
+        ref = commit_folder(context.output, stage.output, schema=f"ebft.{stage.name}/1", meta=meta)
+    finally:  # after the commit there is nothing left here; a stage that failed leaves nothing half-written
+        shutil.rmtree(context.output, ignore_errors=True)
     shutil.rmtree(stage.work, ignore_errors=True)
     return ref
 
