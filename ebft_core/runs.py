@@ -39,7 +39,7 @@ _READS: Mapping[str, tuple[str, ...]] = {
         "ebft.generate_max_len",
         "ebft.min_completion_prefix",
     ),
-    "train": ("ebft", "trainer", "lora"),
+    "train": ("ebft", "trainer", "lora", "rollout", "rewards"),
     "merge": ("lora",),
     "evaluate": ("evaluate", "ebft", "trainer"),
     "publish": ("publish", "name", "tracking"),

@@ -4,9 +4,9 @@
 turns every mistake into a `UserError`; `legacy.py` names our key for the names other tools use.
 """
 
+from ebft_core.config.data_section import DataConfig, SourceConfig
 from ebft_core.config.loading import load_config, parse_config
 from ebft_core.config.schema import (
-    DataConfig,
     EBFTConfig,
     EvaluateConfig,
     FromScratchConfig,
@@ -14,12 +14,11 @@ from ebft_core.config.schema import (
     ModelConfig,
     PublishConfig,
     RunConfig,
-    SourceConfig,
     StorageConfig,
     TrackingConfig,
     TrainerConfig,
-    VLLMConfig,
 )
+from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 __all__ = [
     "DataConfig",
@@ -28,7 +27,9 @@ __all__ = [
     "FromScratchConfig",
     "LoraConfig",
     "ModelConfig",
+    "OwnRewardConfig",
     "PublishConfig",
+    "RolloutConfig",
     "RunConfig",
     "SourceConfig",
     "StorageConfig",

@@ -7,30 +7,13 @@ fields stand in `rules.py`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import Field, field_validator
 
-
-class Section(BaseModel):
-    """A part of the configuration: unknown keys are errors; no value changes its type."""
-
-    model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        allow_inf_nan=False,
-        frozen=True,
-        use_attribute_docstrings=True,
-        validate_default=True,
-        protected_namespaces=(),
-    )
-
-
-Fraction = Annotated[float, Field(gt=0.0, le=1.0)]
-PositiveInt = Annotated[int, Field(ge=1)]
-NonNegativeInt = Annotated[int, Field(ge=0)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
-NonNegative = Annotated[float, Field(ge=0.0)]
+from ebft_core.config.data_section import DataConfig
+from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
+from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 
 class FromScratchConfig(Section):
@@ -82,75 +65,6 @@ class ModelConfig(Section):
     """Run Python code that ships with the model. Off: such models are refused."""
 
 
-class SourceConfig(Section):
-    """One place where documents come from."""
-
-    path: str
-    """File, glob, `stdlib:` glob, folder saved by `datasets`, or a hub dataset id with `format: hub`."""
-    format: Literal["auto", "text", "jsonl", "csv", "parquet", "dataset", "hub"] = "auto"
-    """How to read `path`; `auto` decides by the file name's ending (`.txt .py .md` are whole-file text)."""
-    split: str = "train"
-    """Split of a `dataset` or `hub` source."""
-    revision: str | None = None
-    """Revision of a `hub` source."""
-
-
-class FieldMapping(Section):
-    """Names of the columns that a transform reads. Unset names are found among the usual ones."""
-
-    text: str = "text"
-    """Column of the `text` transform (whole-file sources always have it)."""
-    prompt: str | None = None
-    """Column of the prompt; unset: `prompt`, `input`, `question` or `instruction`, whichever is there."""
-    completion: str | None = None
-    """Column of the completion; unset: `completion`, `output`, `answer` or `response`, whichever is there."""
-    messages: str = "messages"
-    """Column of the chat turns: a list of `{role, content}`."""
-
-
-class ChatConfig(Section):
-    """Which parts of a conversation are supervised."""
-
-    assistant_turns: Literal["all", "final"] = "all"
-    """Supervise every assistant turn, or the last one only."""
-    supervise_thinking: bool = True
-    """Whether `<think>…</think>` spans carry cross-entropy labels."""
-    template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
-    """Passed on to the chat template, for example `enable_thinking: false`."""
-
-
-class DataConfig(Section):
-    """What to train on and how it becomes rows of tokens."""
-
-    sources: list[SourceConfig] = Field(min_length=1)
-    """Where the documents are."""
-    transform: str = "text"
-    """`text`, `prompt_completion`, `chat`, or `module:function` (see docs, *Data formats*)."""
-    fields: FieldMapping = FieldMapping()
-    """Column names."""
-    prompt_separator: str = ""
-    """Text between prompt and completion (transform `prompt_completion`), part of the prompt: `"\\n"`."""
-    chat: ChatConfig = ChatConfig()
-    """Options of the `chat` transform."""
-    sequence_length: PositiveInt = 1024
-    """Longest row in tokens. Longer text documents are cut into rows; longer prompt/completion rows are
-    truncated at the end, keeping the prompt first and at least one completion token."""
-    packing: bool = False
-    """Put several documents into one row, up to `sequence_length` (document ids keep them apart)."""
-    append_eos: bool = True
-    """End every document with the tokenizer's end-of-sequence token (`chat`: its template decides)."""
-    heldout_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of the documents kept for evaluation. Membership is decided by each document's hash, so it
-    does not change when documents are added."""
-    bad_rows: Literal["fail", "quarantine"] = "fail"
-    """`fail`: stop at the first report of bad rows. `quarantine`: set them aside in a file, up to
-    `max_bad_fraction`."""
-    max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0)
-    """Largest share of rows that `quarantine` accepts."""
-    max_documents: PositiveInt | None = None
-    """Use only the first documents of the sources (in their order); unset: all."""
-
-
 class EBFTConfig(Section):
     """The algorithm (docs, *Concepts*)."""
 
@@ -170,6 +84,22 @@ class EBFTConfig(Section):
     """Nucleus sampling bound; 1.0 is off."""
     feature_layers: list[Fraction] = Field(default=[0.25, 0.5, 0.75], min_length=1)
     """Depths of the feature network whose hidden states are matched, as fractions of its layers."""
+    top_k: NonNegativeInt = 0
+    """Sample among the `top_k` most likely tokens only; 0 is off (structured mode)."""
+    min_p: float = Field(default=0.0, ge=0.0, lt=1.0)
+    """Leave out tokens less likely than `min_p` times the most likely one; 0 is off (structured mode)."""
+    repetition_penalty: float = Field(default=1.0, gt=0.0)
+    """Penalty on tokens that the prompt or the completion already holds; 1 is off (structured mode)."""
+    max_completion_length: PositiveInt = 256
+    """Longest completion of a prompt, in tokens, over all turns (structured mode)."""
+    adaptive_max_tokens: bool = True
+    """Bound each prompt's completion by the length of its ground truth (structured mode)."""
+    gt_length_multiplier: float = Field(default=1.5, gt=0.0)
+    """That bound in ground-truth lengths: at least 64 tokens, at most `max_completion_length`."""
+    mask_truncated_completions: bool = False
+    """Completions that met their bound carry no policy gradient (structured mode)."""
+    scale_rewards: Literal["none", "group", "batch"] = "none"
+    """Divide the advantages by the standard deviation of the rewards of the group or of the micro-batch."""
     embed_method: Literal["last_token", "mean_pooling", "completion_mean", "concat"] = "last_token"
     """How a block's hidden states become one vector."""
     whitening: Literal["feature", "sample", "none"] = "feature"
@@ -273,10 +203,6 @@ class LoraConfig(Section):
     """Weight-decomposed adapters (DoRA)."""
 
 
-class VLLMConfig(Section):
-    """Reserved for structured mode, which this version does not have: it takes no keys yet."""
-
-
 class EvaluateConfig(Section):
     """The comparison of base and tuned model on held-out rows."""
 
@@ -337,7 +263,10 @@ class RunConfig(Section):
     ebft: EBFTConfig = EBFTConfig()
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = LoraConfig()
+    rollout: RolloutConfig = RolloutConfig()
     vllm: VLLMConfig = VLLMConfig()
+    rewards: list[OwnRewardConfig] = Field(default_factory=list)
+    """Rewards of your own, added to the feature reward (structured mode)."""
     evaluate: EvaluateConfig = EvaluateConfig()
     publish: PublishConfig = PublishConfig()
     tracking: TrackingConfig = TrackingConfig()

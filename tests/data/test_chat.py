@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ebft_core.config.schema import ChatConfig
+from ebft_core.config.data_section import ChatConfig
 from ebft_core.data.document import RowError, TokenizedDocument
 from ebft_core.data.transforms import get_transform
 from ebft_core.errors import UserError

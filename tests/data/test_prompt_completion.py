@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from ebft_core.config.schema import FieldMapping
+from ebft_core.config.data_section import FieldMapping
 from ebft_core.data.document import RowError, TokenizedDocument
 from ebft_core.data.transforms import get_transform
 from ebft_core.data.transforms.prompt_completion import join
