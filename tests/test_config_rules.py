@@ -67,7 +67,12 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("row too short", {"ebft.context_length": 1017}, "ebft.context_length", "long enough"),
     ("row too short", {"ebft.min_completion_prefix": 1017}, "ebft.min_completion_prefix", "long enough"),
     ("block longer than a row", {"ebft.generate_max_len": 1017}, "ebft.context_length", "long enough"),
-    ("structured", {"ebft.mode": "structured"}, "ebft.mode", "strided mode only"),
+    (
+        "structured",
+        {"ebft.mode": "structured", "data.transform": "prompt_completion"},
+        "ebft.mode",
+        "strided mode only",
+    ),
     (
         "N = 1, rloo",
         {"ebft.n_samples_per_prompt": 1, "ebft.diversity_coef": 0},
@@ -175,6 +180,7 @@ def test_all_broken_rules_are_reported() -> None:
         "trainer.batch_size": 3,
         "trainer.micro_batch_size": 2,
         "ebft.mode": "structured",
+        "data.transform": "prompt_completion",
         "workspace": "",
     }
     with pytest.raises(UserErrors) as caught:

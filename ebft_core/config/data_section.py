@@ -33,13 +33,20 @@ class FieldMapping(Section):
     """Column of the completion; unset: `completion`, `output`, `answer` or `response`, whichever is there."""
     messages: str = "messages"
     """Column of the chat turns: a list of `{role, content}`."""
+    extra: list[str] | None = None
+    """Columns handed to the functions of `rewards` (structured mode); unset: all but the prompt's and the
+    chat's."""
 
 
 class ChatConfig(Section):
     """Which parts of a conversation are supervised."""
 
     assistant_turns: Literal["all", "final"] = "all"
-    """Supervise every assistant turn, or the last one only."""
+    """Supervise every assistant turn, or the last one only (strided mode)."""
+    examples: Literal["last_turn", "first_turn", "every_turn"] = "last_turn"
+    """What the policy writes (structured mode). `last_turn`: the last assistant turn. `first_turn`: the first
+    one and all that follow, each on the policy's own history. `every_turn`: each one, as an example of its
+    own."""
     supervise_thinking: bool = True
     """Whether `<think>…</think>` spans carry cross-entropy labels."""
     template_kwargs: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -59,9 +66,14 @@ class DataConfig(Section):
     """Text between prompt and completion (transform `prompt_completion`), part of the prompt: `"\\n"`."""
     chat: ChatConfig = ChatConfig()
     """Options of the `chat` transform."""
+    thinking: Literal["full", "answer_only", "reasoning_field"] = "full"
+    """The `<think>…</think>` spans of completions and assistant turns. `full`: left as they are.
+    `answer_only`: removed. `reasoning_field`: moved into the message's `reasoning_content`, which the chat
+    template renders (`chat`)."""
     sequence_length: PositiveInt = 1024
     """Longest row in tokens. Longer text documents are cut into rows; longer prompt/completion rows are
-    truncated at the end, keeping the prompt first and at least one completion token."""
+    truncated at the end, keeping the prompt first and at least one completion token. Structured mode never
+    cuts a prompt: a longer one is a bad row."""
     packing: bool = False
     """Put several documents into one row, up to `sequence_length` (document ids keep them apart)."""
     append_eos: bool = True

@@ -143,8 +143,74 @@ def _data(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def _examples(config: RunConfig) -> Iterator[Problem]:
+    """How records become prompts and ground truths: what only one of the two modes can do."""
+    data, structured = config.data, config.ebft.mode == "structured"
+    if structured and data.transform == "text":
+        yield Problem(
+            ("data.transform", "ebft.mode"),
+            "a plain text has no prompt whose completion could be written",
+            data.transform,
+            "prompt_completion, chat, or `package.module:function`",
+            "`ebft.mode: strided` learns from plain text",
+        )
+    if structured and data.packing:
+        yield Problem(
+            ("data.packing", "ebft.mode"),
+            "structured examples are not packed: every row is one prompt with its ground truth",
+            True,
+            "`data.packing: false`, or `ebft.mode: strided`",
+        )
+    if structured and data.chat.assistant_turns != "all":
+        yield Problem(
+            ("data.chat.assistant_turns", "ebft.mode"),
+            "the supervised turns of structured mode are those of its ground truth",
+            data.chat.assistant_turns,
+            "`data.chat.examples: last_turn`, without `data.chat.assistant_turns`",
+        )
+    if not structured and data.chat.examples != "last_turn":
+        yield Problem(
+            ("data.chat.examples", "ebft.mode"),
+            "strided mode has no examples of whole turns: it places anchors in all of them",
+            data.chat.examples,
+            "`data.chat.assistant_turns`, or `ebft.mode: structured`",
+        )
+
+
+def _columns(config: RunConfig) -> Iterator[Problem]:
+    """Options that the chosen transform would not read."""
+    data = config.data
+    if data.thinking == "reasoning_field" and data.transform in ("text", "prompt_completion"):
+        yield Problem(
+            ("data.thinking", "data.transform"),
+            "only the messages of a chat have a field for reasoning",
+            data.thinking,
+            "`full`, `answer_only`, or `data.transform: chat`",
+        )
+    if data.thinking == "answer_only" and data.transform == "text":
+        yield Problem(
+            ("data.thinking", "data.transform"),
+            "a plain text has no answer to keep",
+            data.thinking,
+            "`full`, or another `data.transform`",
+        )
+    if data.fields.extra is not None and not (config.rewards and config.ebft.mode == "structured"):
+        yield Problem(
+            ("data.fields.extra", "rewards", "ebft.mode"),
+            "no reward reads these columns",
+            data.fields.extra,
+            "`rewards` and `ebft.mode: structured`, or no `data.fields.extra`",
+        )
+
+
 def _rows(config: RunConfig) -> Iterator[Problem]:
     """A row must have room for one anchor and its block."""
+    if config.ebft.mode == "structured":
+        if config.data.sequence_length < 2:
+            yield Problem(
+                ("data.sequence_length",), "no row holds a prompt and a ground truth", 1, "≥ 2 tokens"
+            )
+        return
     ebft, length = config.ebft, config.data.sequence_length
     prefix, name = max(
         (ebft.context_length, "ebft.context_length"),
@@ -291,6 +357,8 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _model,
     _from_scratch,
     _data,
+    _examples,
+    _columns,
     _rows,
     _mode,
     _samples,

@@ -44,6 +44,14 @@ def run_config(sources: list[str], *, model: dict[str, Any] | None = None, **sec
     return parse_config({"model": model or {"name_or_path": "unused"}, "data": data, **sections})
 
 
+def structured(sources: list[str], *, model: dict[str, Any] | None = None, **data: Any) -> RunConfig:
+    """A run in structured mode; `data` may break rules, which are not checked here."""
+    config = run_config(sources, model=model)
+    changed = DataConfig(**{**config.data.model_dump(), "transform": "prompt_completion", **data})
+    ebft = config.ebft.model_copy(update={"mode": "structured"})
+    return config.model_copy(update={"data": changed, "ebft": ebft})
+
+
 def write_jsonl(path: Path, records: list[Any]) -> Path:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     return path
