@@ -101,7 +101,10 @@ RowReader = Callable[[int, int], Tensor]
 
 
 def row_merger(update: TensorUpdate, read_rows: RowReader, rows: int, step: int) -> RowReader:
-    """A reader of the merged rows [start, stop) in float32.
+    """A reader of the merged rows [start, stop) in float32; what it returns is valid until its next call.
+
+    Updated rows are all computed in one buffer, because fresh memory for every block costs more than the
+    arithmetic.
 
     Args:
         read_rows: gives rows [start, stop) of the base tensor in any float dtype.
@@ -117,10 +120,12 @@ def row_merger(update: TensorUpdate, read_rows: RowReader, rows: int, step: int)
     if low_rank is None:
         return read_source
     right = low_rank.right.float().contiguous()
+    buffer = torch.empty(min(step, rows), right.shape[1])
 
     def read_sum(start: int, stop: int) -> Tensor:
         left = low_rank.left[start:stop].float()
-        return torch.addmm(read_source(start, stop), left, right, alpha=low_rank.scale)
+        source, out = read_source(start, stop), buffer[: stop - start]
+        return torch.addmm(source, left, right, alpha=low_rank.scale, out=out)
 
     if low_rank.magnitude is None:
         return read_sum
@@ -129,7 +134,7 @@ def row_merger(update: TensorUpdate, read_rows: RowReader, rows: int, step: int)
 
         def read_row_normed(start: int, stop: int) -> Tensor:
             total = read_sum(start, stop)
-            return total * (
+            return total.mul_(
                 magnitude[start:stop, None] / torch.linalg.vector_norm(total, dim=1, keepdim=True)
             )
 
@@ -139,4 +144,4 @@ def row_merger(update: TensorUpdate, read_rows: RowReader, rows: int, step: int)
     for start in range(0, rows, step):
         square_sum += read_sum(start, min(start + step, rows)).square().sum(dim=0, dtype=torch.float64)
     factor = magnitude / square_sum.sqrt().float()
-    return lambda start, stop: read_sum(start, stop) * factor
+    return lambda start, stop: read_sum(start, stop).mul_(factor)

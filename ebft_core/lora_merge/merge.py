@@ -6,13 +6,17 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import torch
+
 from ebft_core.base_model import digest_model_folder
 from ebft_core.errors import UserError
 from ebft_core.lora_merge.adapter import Adapter, read_adapter
+from ebft_core.lora_merge.delta import TensorUpdate
 from ebft_core.lora_merge.layout import read_layout
 from ebft_core.lora_merge.plan import MergePlan, plan_merge
 from ebft_core.lora_merge.shards import (
@@ -85,31 +89,68 @@ def merge_adapter(
     """
     if output.exists():
         raise UserError("the output folder exists", where=str(output), expected="a new path")
+    if not base.is_dir():
+        raise UserError("the base model is not a folder", where=str(base))
     loaded = read_adapter(adapter)
-    digest = _check_digest(base, loaded, expected_base_digest)
-    files = find_weight_files(base)
-    plan = plan_merge(loaded, read_layout(base), files.names)
-    statistics = RoundingStatistics()
-    with _staging(output) as staging:
-        _copy_other_files(base, staging)
-        sizes = _write_shards(files, plan, staging, progress, statistics)
-        if files.sharded:
-            write_index(staging, sizes)
-        if plan.untied:
-            _set_untied(staging / "config.json")
-    updates = [tensor.update for tensors in plan.outputs.values() for tensor in tensors if tensor.update]
-    merged = sum(update.low_rank is not None for update in updates)
+    # Hashing the base takes as long as writing the result, so it runs beside it on a core of its own.
+    with ThreadPoolExecutor(max_workers=1) as hasher, _staging(output) as staging, _a_core_left():
+        digest = hasher.submit(_check_digest, base, loaded, expected_base_digest)
+        try:
+            merged = _merge_into(staging, base, loaded, progress)
+        except UserError:
+            digest.result()  # a wrong base explains whatever else does not fit
+            raise
+        checked_digest = digest.result()
+    statistics = merged.statistics
+    updates = [update for update in merged.updates if update.low_rank is not None]
     return MergeReport(
-        merged_tensors=merged,
-        replaced_tensors=len(updates) - merged,
-        untied_embeddings=plan.untied,
-        shards=len(sizes),
-        bytes=sum(size for tensors in sizes.values() for size in tensors.values()),
+        merged_tensors=len(updates),
+        replaced_tensors=len(merged.updates) - len(updates),
+        untied_embeddings=merged.untied,
+        shards=len(merged.sizes),
+        bytes=sum(size for tensors in merged.sizes.values() for size in tensors.values()),
         update_norm=math.sqrt(statistics.update_square),
         lost_to_rounding=_ratio(statistics.rounding_square, statistics.update_square),
-        base_digest=digest,
+        base_digest=checked_digest,
         digest_checked=loaded.base_digest is not None,
     )
+
+
+@dataclass(frozen=True)
+class _Merged:
+    """What was written: file name -> tensor name -> bytes, and every change that was made."""
+
+    sizes: dict[str, dict[str, int]]
+    updates: list[TensorUpdate]
+    untied: bool
+    statistics: RoundingStatistics
+
+
+def _merge_into(
+    staging: Path, base: Path, adapter: Adapter, progress: Callable[[int, int], None] | None
+) -> _Merged:
+    files = find_weight_files(base)
+    plan = plan_merge(adapter, read_layout(base), files.names)
+    statistics = RoundingStatistics()
+    _copy_other_files(base, staging)
+    sizes = _write_shards(files, plan, staging, progress, statistics)
+    if files.sharded:
+        write_index(staging, sizes)
+    if plan.untied:
+        _set_untied(staging / "config.json")
+    updates = [tensor.update for tensors in plan.outputs.values() for tensor in tensors if tensor.update]
+    return _Merged(sizes, updates, plan.untied, statistics)
+
+
+@contextmanager
+def _a_core_left() -> Iterator[None]:
+    """Take one thread from torch: its threads wait for each other and would wait for the hashing one too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 def _ratio(numerator_square: float, denominator_square: float) -> float:
@@ -117,8 +158,6 @@ def _ratio(numerator_square: float, denominator_square: float) -> float:
 
 
 def _check_digest(base: Path, adapter: Adapter, expected: str | None) -> str:
-    if not base.is_dir():
-        raise UserError("the base model is not a folder", where=str(base))
     digest = digest_model_folder(base)
     if expected is not None and digest != expected:
         raise UserError("the base model has changed", where=str(base), value=digest, expected=expected)

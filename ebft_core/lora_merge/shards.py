@@ -51,15 +51,16 @@ class WeightFiles:
 
 @dataclass
 class RoundingStatistics:
-    """How much of the update survives the base's number format: squared norms of both, in float64."""
+    """How much of the update survives the base's number format: squared norms of both, summed in float64."""
 
     update_square: float = 0.0
     rounding_square: float = 0.0
 
     def add(self, base: Tensor, merged: Tensor, stored: Tensor) -> None:
         """Count one block of rows (all in float32 but `stored`)."""
-        self.update_square += float((merged - base).square().sum(dtype=torch.float64))
-        self.rounding_square += float((stored.float() - merged).square().sum(dtype=torch.float64))
+        self.update_square += _square_norm(merged - base)
+        if stored.dtype != torch.float32:  # else nothing was rounded
+            self.rounding_square += _square_norm(stored.float() - merged)
 
 
 def find_weight_files(folder: Path) -> WeightFiles:
@@ -195,6 +196,11 @@ def _write_rows(
             statistics.add(base, merged, stored)
         _write_tensor(file, stored)
         on_bytes(stored.nbytes)
+
+
+def _square_norm(block: Tensor) -> float:
+    flat = block.flatten()
+    return float(flat @ flat)
 
 
 def _write_tensor(file: IO[bytes], tensor: Tensor) -> None:
