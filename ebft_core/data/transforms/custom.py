@@ -7,19 +7,15 @@ and raises `RowError` for a record that it cannot use.
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import inspect
-import os
-import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft_core.data.document import Record, RowError, TokenizedDocument
 from ebft_core.errors import UserError
 from ebft_core.manifests import sha256_file
 from ebft_core.tokenizer import Tokenizer
+from ebft_core.user_code import import_function, module_file
 
 if TYPE_CHECKING:
     from ebft_core.config import DataConfig
@@ -28,6 +24,7 @@ RowFunction = Callable[[Record, Tokenizer, "DataConfig"], TokenizedDocument]
 
 _KEY = "data.transform"
 _SIGNATURE = "function(record, tokenizer, config) -> TokenizedDocument"
+_EXPECTED = "text, prompt_completion, chat, or an importable `module:function`"
 
 
 def fingerprint_transform(name: str) -> str | None:
@@ -38,7 +35,7 @@ def fingerprint_transform(name: str) -> str | None:
     """
     if ":" not in name:
         return None
-    return sha256_file(_module_file(name.partition(":")[0]))
+    return sha256_file(module_file(name.partition(":")[0], where=_KEY, expected=_EXPECTED))
 
 
 def load_function(name: str) -> RowFunction:
@@ -47,20 +44,7 @@ def load_function(name: str) -> RowFunction:
     Raises:
         UserError: no such module or function, an error while importing it, or another signature.
     """
-    module_name, _, function_name = name.partition(":")
-    _module_file(module_name)
-    try:
-        module = importlib.import_module(module_name)
-    except Exception as error:  # whatever the user's module raises is the user's to mend
-        raise UserError(
-            "the transform's module does not import",
-            where=_KEY,
-            value=name,
-            hint=f"{type(error).__name__}: {error}",
-        ) from error
-    function = vars(module).get(function_name)
-    if not callable(function):
-        raise UserError("the module has no such function", where=_KEY, value=name, expected=_SIGNATURE)
+    function = import_function(name, what="transform", where=_KEY, expected=_EXPECTED, signature=_SIGNATURE)
     _check_signature(function, name)
     return function
 
@@ -101,24 +85,6 @@ def _call(
             f"the transform returned {type(result).__name__}", where=_KEY, value=name, expected=_SIGNATURE
         )
     return result
-
-
-def _module_file(module_name: str) -> Path:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # a module beside the run file
-    try:
-        spec = importlib.util.find_spec(module_name)
-    except (ImportError, ValueError) as error:
-        raise UserError("no such module", where=_KEY, value=module_name, hint=str(error)) from error
-    if spec is None or spec.origin is None or not Path(spec.origin).is_file():
-        raise UserError(
-            "no such module",
-            where=_KEY,
-            value=module_name,
-            expected="text, prompt_completion, chat, or an importable `module:function`",
-            hint=f"modules are looked up in {os.getcwd()} and in the environment",
-        )
-    return Path(spec.origin)
 
 
 def _check_signature(function: Callable[..., Any], name: str) -> None:
