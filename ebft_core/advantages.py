@@ -34,8 +34,7 @@ def group_advantages(
         >>> group_advantages(rewards, estimator="rloo")
         tensor([[ 2.0000, -0.6667, -0.6667, -0.6667]])
     """
-    if estimator not in ESTIMATORS:
-        raise ValueError(f"unknown advantage_estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
+    _check_estimator(estimator)
     N = rewards.reward.shape[-1]
     if N < 2 and estimator != "reinforce":
         raise ValueError(
@@ -44,10 +43,88 @@ def group_advantages(
     return ESTIMATORS[estimator](rewards, alignment_coef, diversity_coef)
 
 
+def own_advantages(reward: Tensor, *, estimator: str) -> Tensor:
+    """Advantages `(*, N)` of rewards that know nothing of the other samples, such as the user's own.
+
+    Args:
+        reward: `(*, N)`; NaN where a sample has no such reward. It is then nobody's baseline, and its
+            own advantage is 0. A sample without a rewarded sibling has nothing to be compared with: 0.
+        estimator: `rloo` (plain leave-one-out mean), `group_norm` or `reinforce`.
+
+    Raises:
+        ValueError: unknown estimator.
+
+    Example:
+        >>> own_advantages(torch.tensor([1.0, 0.0, 0.5, torch.nan]), estimator="rloo")
+        tensor([ 0.7500, -0.7500,  0.0000,  0.0000])
+    """
+    _check_estimator(estimator)
+    if estimator == "group_norm":
+        advantage = _normalise(reward)
+    elif estimator == "rloo":
+        advantage = reward - _mean_of_others(reward)
+    else:
+        advantage = reward
+    return advantage.nan_to_num(nan=0.0)
+
+
+def total_advantages(
+    rewards: RewardOutput,
+    own: Tensor | None,
+    *,
+    estimator: str,
+    alignment_coef: float = 1.0,
+    diversity_coef: float = 1.0,
+) -> Tensor:
+    """Advantages `(*, N)` of the feature reward plus the weighted sum of the user's own rewards.
+
+    With `rloo` each part has the baseline that leaves it unbiased. `group_norm` divides the sum of both by
+    its spread, so that the weights keep their meaning; there, no own reward counts as 0.
+
+    Args:
+        own: `(*, N)`, NaN where no own reward applies (`own_rewards.combine_own`); None: there are none.
+
+    Raises:
+        ValueError: as `group_advantages`.
+    """
+    coefficients = {"alignment_coef": alignment_coef, "diversity_coef": diversity_coef}
+    if own is None:
+        return group_advantages(rewards, estimator=estimator, **coefficients)
+    if estimator == "rloo":
+        feature_part = group_advantages(rewards, estimator=estimator, **coefficients)
+        return feature_part + own_advantages(own, estimator=estimator)
+    total = rewards._replace(reward=rewards.reward + own.nan_to_num(nan=0.0))
+    return group_advantages(total, estimator=estimator, **coefficients)
+
+
+def _check_estimator(estimator: str) -> None:
+    if estimator not in ESTIMATORS:
+        raise ValueError(f"unknown advantage_estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")
+
+
+def _mean_of_others(value: Tensor) -> Tensor:
+    """Leave-one-out mean over the last axis, NaN entries left out; NaN where there is no other."""
+    present = ~value.isnan()
+    others = present.sum(dim=-1, keepdim=True) - present.int()
+    return (value.nansum(dim=-1, keepdim=True) - value.nan_to_num(nan=0.0)) / torch.where(
+        others > 0, others, torch.nan
+    )
+
+
+def _normalise(reward: Tensor) -> Tensor:
+    """(r - mean) / (std + 1e-8) over the last axis, NaN entries left out; float32."""
+    # A float32 mean of equal rewards can be off by one ulp, which 1e-8 would blow up.
+    reward = reward.double()
+    count = (~reward.isnan()).sum(dim=-1, keepdim=True)
+    centred = reward - reward.nanmean(dim=-1, keepdim=True)
+    spread = (centred.square().nansum(dim=-1, keepdim=True) / (count - 1)).sqrt()
+    return (centred / (spread + 1e-8)).float()
+
+
 def _rloo(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -> Tensor:
     N = rewards.reward.shape[-1]
-    a, d = rewards.alignment, rewards.diversity
-    baseline = alignment_coef * (a.sum(dim=-1, keepdim=True) - a) / (N - 1)
+    d = rewards.diversity
+    baseline = alignment_coef * _mean_of_others(rewards.alignment)
     if N > 2:  # with two samples every pair contains j: nothing independent is left
         baseline = baseline - diversity_coef * (d.sum(dim=-1, keepdim=True) - 2 * d) / (N - 2)
     return rewards.reward - baseline
@@ -55,10 +132,7 @@ def _rloo(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -
 
 def _group_norm(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -> Tensor:
     del alignment_coef, diversity_coef
-    # A float32 mean of equal rewards can be off by one ulp, which 1e-8 would blow up.
-    reward = rewards.reward.double()
-    spread = torch.std(reward, dim=-1, keepdim=True)
-    return ((reward - reward.mean(dim=-1, keepdim=True)) / (spread + 1e-8)).float()
+    return _normalise(rewards.reward)
 
 
 def _reinforce(rewards: RewardOutput, alignment_coef: float, diversity_coef: float) -> Tensor:

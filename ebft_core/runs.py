@@ -23,6 +23,7 @@ from ebft_core.data.sources import digest_sources
 from ebft_core.data.transforms.custom import fingerprint_transform
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
+from ebft_core.own_rewards import fingerprint_rewards
 
 JOURNAL = "events.jsonl"
 """A stage's journal inside its committed output, for runs that share the stage."""
@@ -113,6 +114,7 @@ def plan_run(config: RunConfig) -> RunPlan:
     external = {
         "prepare_base": {"base": base, "chat_template": _file_digest(config)},
         "tokenize": {"data": data, "transform": fingerprint_transform(config.data.transform)},
+        "train": {"rewards": fingerprint_rewards(config.rewards)},
     }
     stages: list[StagePlan] = []
     for name, parts in _READS.items():
