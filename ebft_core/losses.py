@@ -12,6 +12,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ebft_core.whitening import gram_of
+
 
 class CfmOutput(NamedTuple):
     """Conditional feature matching of groups, `(*,)` each."""
@@ -29,13 +31,22 @@ def cfm(phi: Tensor, target: Tensor) -> CfmOutput:
     Returns:
         Both float64. With N = 1 the variance is unknown and `unbiased` is NaN.
     """
-    phi, target = phi.double(), target.double()
-    N = phi.shape[-2]
-    mean = phi.mean(dim=-2)
-    biased = ((mean - target) ** 2).sum(dim=-1)
+    return cfm_from_gram(gram_of(phi, target))
+
+
+def cfm_from_gram(gram: Tensor) -> CfmOutput:
+    """`cfm` from Gram matrices of the features, the target last: `(*, N+1, N+1)`.
+
+    With S = Σ_jk φ_j·φ_k: biased = S/N² - 2/N Σ_j φ_j·y + ‖y‖²; variance = (Σ_j ‖φ_j‖² - S/N) / (N-1).
+    """
+    gram = gram.double()
+    N = gram.shape[-1] - 1
+    samples = gram[..., :N, :N]
+    total = samples.sum(dim=(-2, -1))
+    biased = total / N**2 - 2.0 * gram[..., :N, N].mean(dim=-1) + gram[..., N, N]
     if N < 2:
         return CfmOutput(biased, torch.full_like(biased, float("nan")))
-    variance = ((phi - mean[..., None, :]) ** 2).sum(dim=(-1, -2)) / (N - 1)
+    variance = (samples.diagonal(dim1=-2, dim2=-1).sum(dim=-1) - total / N) / (N - 1)
     return CfmOutput(biased, biased - variance / N)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ebft_core.config import EBFTConfig
-from ebft_core.whitening import group_gram, whiten
+from ebft_core.whitening import gram_of, whiten
 
 DEFAULT_WHITEN_TOL = EBFTConfig().whiten_tol
 
@@ -34,9 +34,13 @@ class RewardOutput(NamedTuple):
 
 def valid_groups(phi: Tensor, target: Tensor) -> Tensor:
     """`(*,)` bool: whether all features of a group are finite and none is all zero."""
-    samples_ok = phi.isfinite().all(dim=-1) & (phi != 0).any(dim=-1)
-    target_ok = target.isfinite().all(dim=-1) & (target != 0).any(dim=-1)
-    return samples_ok.all(dim=-1) & target_ok
+    return valid_grams(gram_of(phi, target))
+
+
+def valid_grams(gram: Tensor) -> Tensor:
+    """`valid_groups` from Gram matrices `(*, N+1, N+1)`: finite, with nothing of length zero."""
+    lengths = gram.diagonal(dim1=-2, dim2=-1)
+    return gram.isfinite().all(dim=(-2, -1)) & (lengths > 0).all(dim=-1)
 
 
 def group_rewards(
@@ -72,12 +76,35 @@ def group_rewards(
     """
     if phi.shape[:-2] + phi.shape[-1:] != target.shape:
         raise ValueError(f"phi {tuple(phi.shape)} needs a target (*, D), got {tuple(target.shape)}")
-    valid = valid_groups(phi, target)
-    safe_phi = torch.where(valid[..., None, None], phi, 1.0)
-    safe_target = torch.where(valid[..., None], target, 1.0)
-    tolerance = max(whiten_tol, torch.finfo(phi.dtype).eps)
-    alignment, similarity = whiten(group_gram(safe_phi, safe_target), whitening, tolerance)
-    N = phi.shape[-2]
+    return rewards_from_gram(
+        gram_of(phi, target),
+        whitening=whitening,
+        alignment_coef=alignment_coef,
+        diversity_coef=diversity_coef,
+        whiten_tol=max(whiten_tol, torch.finfo(phi.dtype).eps),
+    )
+
+
+def rewards_from_gram(
+    gram: Tensor,
+    *,
+    whitening: str,
+    alignment_coef: float = 1.0,
+    diversity_coef: float = 1.0,
+    whiten_tol: float = DEFAULT_WHITEN_TOL,
+) -> RewardOutput:
+    """`group_rewards` from Gram matrices of the features, the target last: `(*, N+1, N+1)`.
+
+    Args:
+        whiten_tol: relative cut-off of singular values; give at least the precision of the features. It is
+            raised to what a float32 Gram matrix can resolve, the square root of its precision.
+    """
+    valid = valid_grams(gram)
+    safe = torch.where(valid[..., None, None], gram, torch.eye(gram.shape[-1], device=gram.device))
+    if gram.dtype != torch.float64:
+        whiten_tol = max(whiten_tol, torch.finfo(gram.dtype).eps ** 0.5)
+    alignment, similarity = whiten(safe, whitening, whiten_tol)
+    N = gram.shape[-1] - 1
     others = similarity.sum(dim=-1) - similarity.diagonal(dim1=-2, dim2=-1)
     keep = valid[..., None]
     doubled_alignment = torch.where(keep, 2.0 * alignment, 0.0)

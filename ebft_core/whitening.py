@@ -27,14 +27,6 @@ TINY = 1e-300
 """Keeps 0 / 0 at 0 in float64 where a sample or the projected target has no whitened length."""
 
 
-class GroupGram(NamedTuple):
-    """Inner products of one group, float64: `(*, N, N)`, `(*, N)`, `(*,)`."""
-
-    samples: Tensor
-    cross: Tensor
-    target: Tensor
-
-
 class Whitened(NamedTuple):
     """alignment `(*, N)` and similarity `(*, N, N)`."""
 
@@ -42,34 +34,44 @@ class Whitened(NamedTuple):
     similarity: Tensor
 
 
-def group_gram(phi: Tensor, target: Tensor) -> GroupGram:
-    """Inner products of samples `phi (*, N, D)` with each other and with `target (*, D)`, in float64."""
-    phi, target = phi.double(), target.double()
-    return GroupGram(
-        samples=phi @ phi.transpose(-1, -2),
-        cross=(phi @ target[..., None])[..., 0],
-        target=(target * target).sum(dim=-1),
-    )
-
-
-def whiten(gram: GroupGram, method: str, tolerance: float) -> Whitened:
-    """Alignment and similarity under a whitening method.
+def gram_of(phi: Tensor, target: Tensor) -> Tensor:
+    """Inner products of the rows of `[phi; target]`, `(*, N+1, N+1)` float64, the target last.
 
     Args:
+        phi: features of the samples, `(*, N, D)`. target: of the ground truth, `(*, D)`.
+    """
+    rows = torch.cat([phi, target[..., None, :]], dim=-2).double()
+    return rows @ rows.transpose(-1, -2)
+
+
+def whiten(gram: Tensor, method: str, tolerance: float) -> Whitened:
+    """Alignment and similarity under a whitening method, float64.
+
+    Args:
+        gram: Gram matrix of the samples and, last, the target, `(*, N+1, N+1)`.
         method: `feature`, `sample` or `none`.
         tolerance: singular values of X below this share of the largest count as zero.
     """
     if method not in WHITENING:
         raise ValueError(f"unknown whitening {method!r}; known: {', '.join(WHITENING)}")
-    return WHITENING[method](gram, tolerance)
+    gram = gram.double()
+    return WHITENING[method](_Parts(gram[..., :-1, :-1], gram[..., :-1, -1], gram[..., -1, -1]), tolerance)
 
 
-def _none(gram: GroupGram, tolerance: float) -> Whitened:
+class _Parts(NamedTuple):
+    """K `(*, N, N)`, c `(*, N)` and ‖y‖² `(*,)`."""
+
+    samples: Tensor
+    cross: Tensor
+    target: Tensor
+
+
+def _none(gram: _Parts, tolerance: float) -> Whitened:
     del tolerance
     return Whitened(gram.cross, gram.samples)
 
 
-def _feature(gram: GroupGram, tolerance: float) -> Whitened:
+def _feature(gram: _Parts, tolerance: float) -> Whitened:
     vectors, values, kept = _spectrum(gram.samples, tolerance)
     projector = _rebuild(vectors, kept)
     solved = _apply(vectors, torch.where(kept > 0, 1.0 / values, 0.0), gram.cross)
@@ -77,7 +79,7 @@ def _feature(gram: GroupGram, tolerance: float) -> Whitened:
     return Whitened(solved / (_row_length(projector) * length).clamp(min=TINY), projector)
 
 
-def _sample(gram: GroupGram, tolerance: float) -> Whitened:
+def _sample(gram: _Parts, tolerance: float) -> Whitened:
     vectors, values, kept = _spectrum(gram.samples, tolerance)
     projector = _rebuild(vectors, kept)
     inverse_root = torch.where(kept > 0, values.rsqrt(), 0.0)
@@ -87,7 +89,7 @@ def _sample(gram: GroupGram, tolerance: float) -> Whitened:
     return Whitened(sign * mixed / scale.clamp(min=TINY), projector)
 
 
-WHITENING: dict[str, Callable[[GroupGram, float], Whitened]] = {
+WHITENING: dict[str, Callable[[_Parts, float], Whitened]] = {
     "feature": _feature,
     "sample": _sample,
     "none": _none,
