@@ -36,6 +36,7 @@ _READS: Mapping[str, tuple[str, ...]] = {
         "model.chat_template",
         "model.trust_remote_code",
         "data",
+        "ebft.mode",
         "ebft.context_length",
         "ebft.generate_max_len",
         "ebft.min_completion_prefix",
@@ -113,7 +114,11 @@ def plan_run(config: RunConfig) -> RunPlan:
     base = _base_digest(config)
     external = {
         "prepare_base": {"base": base, "chat_template": _file_digest(config)},
-        "tokenize": {"data": data, "transform": fingerprint_transform(config.data.transform)},
+        "tokenize": {
+            "data": data,
+            "transform": fingerprint_transform(config.data.transform),
+            "extra": bool(config.rewards),  # columns kept for rewards, whatever their weights are
+        },
         "train": {"rewards": fingerprint_rewards(config.rewards)},
     }
     stages: list[StagePlan] = []

@@ -20,10 +20,15 @@ OPEN_ROWS = 64
 
 @dataclass(frozen=True)
 class Piece:
-    """A document, or a stretch of a long one, with the hash of the whole document."""
+    """A document, or a stretch of a long one, with the hash of the whole document.
+
+    Args:
+        extra: columns for reward functions, as JSON (structured examples only).
+    """
 
     document: TokenizedDocument
     document_hash: str
+    extra: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +39,7 @@ class Row:
         input_ids, labels, is_target: as in `TokenizedDocument`, documents joined (L).
         document_lengths, prompt_lengths: tokens per document; the lengths sum to L.
         document_hashes: one per document.
+        extra: columns for reward functions, as JSON; None in runs without own rewards.
     """
 
     input_ids: Ints
@@ -42,13 +48,14 @@ class Row:
     document_lengths: list[int]
     prompt_lengths: list[int]
     document_hashes: list[str]
+    extra: str | None = None
 
     def __len__(self) -> int:
         return len(self.input_ids)
 
     def as_dict(self) -> dict[str, Any]:
         """The row as a dataset gives it back: column -> values."""
-        return {
+        columns = {
             "input_ids": self.input_ids,
             "labels": self.labels,
             "is_target": self.is_target,
@@ -56,6 +63,7 @@ class Row:
             "prompt_lengths": self.prompt_lengths,
             "document_hashes": self.document_hashes,
         }
+        return columns if self.extra is None else {**columns, "extra": self.extra}
 
 
 def cut(document: TokenizedDocument, sequence_length: int) -> list[TokenizedDocument]:
@@ -122,7 +130,7 @@ class Packer:
 
 
 def join(pieces: Sequence[Piece]) -> Row:
-    """The pieces one after the other as a row."""
+    """The pieces one after the other as a row; columns for rewards exist only where a row is one piece."""
     documents = [piece.document for piece in pieces]
     return Row(
         np.concatenate([d.input_ids for d in documents]),
@@ -131,4 +139,5 @@ def join(pieces: Sequence[Piece]) -> Row:
         [len(d) for d in documents],
         [d.prompt_length for d in documents],
         [piece.document_hash for piece in pieces],
+        pieces[0].extra if len(pieces) == 1 else None,
     )

@@ -16,6 +16,7 @@ from ebft_core.data.scan import Scan, apply_policy, check_row, scan_rows, source
 from ebft_core.data.sources import SourceFile, resolve_sources
 from ebft_core.data.split import check_split, is_heldout
 from ebft_core.data.store import RowWriter
+from ebft_core.data.structured import ExampleMaker
 from ebft_core.data.transforms import get_transform
 from ebft_core.errors import UserError
 from ebft_core.events import EventWriter
@@ -40,11 +41,15 @@ class Dropped:
 
 @dataclass
 class Result:
-    """Rows read, the bad ones among them, dropped pieces, and what was written per side."""
+    """Rows read, the bad ones among them, dropped pieces, and what was written per side.
+
+    `truncated` counts the structured examples whose ground truth lost its end.
+    """
 
     rows: int
     bad: list[BadRow]
     dropped: Dropped
+    truncated: int = 0
     sides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
@@ -56,6 +61,12 @@ class DataPipeline:
         tokenizer: from `load_tokenizer`.
         embedding_size: rows of the model's embedding; ids beyond it are refused.
         events, stop: the stage's journal and stop signal.
+
+    Attributes:
+        maker: makes the examples of structured mode; None in strided mode.
+
+    Raises:
+        UserError: no such transform, or one that cannot make the examples of structured mode.
     """
 
     def __init__(
@@ -73,6 +84,8 @@ class DataPipeline:
         self.events = events
         self.stop = stop
         self.transform = get_transform(config.data.transform)
+        structured = config.ebft.mode == "structured"
+        self.maker = ExampleMaker(config, self.transform, tokenizer) if structured else None
 
     def write(self, output: Path, work: Path) -> Result:
         """Read, check, tokenize and write everything.
@@ -83,11 +96,12 @@ class DataPipeline:
             Preempted: asked to stop.
         """
         files = resolve_sources(self.config.data.sources)
+        extra = self.maker is not None and bool(self.config.rewards)
         scan = self.scan(files)
         result = Result(len(scan.document_hashes) + len(scan.bad), list(scan.bad), Dropped())
         with ExitStack() as stack:
             writers = {
-                side: stack.enter_context(RowWriter(output / side, work / f"{side}.arrow"))
+                side: stack.enter_context(RowWriter(output / side, work / f"{side}.arrow", extra=extra))
                 for side in (TRAIN, HELDOUT)
             }
             self._write_rows(files, result, writers)
@@ -117,14 +131,7 @@ class DataPipeline:
             documents = [row for row in batch if isinstance(row, Document)]
             checked = [(row, check_row(row, self.transform, self.config.data)) for row in documents]
             good = [(row, key) for row, key in checked if isinstance(key, str)]
-            tokenized = self.transform.tokenize(
-                [row.record for row, _ in good], self.tokenizer, self.config.data
-            )
-            for (row, key), document in zip(good, tokenized, strict=True):
-                if isinstance(document, RowError):
-                    result.bad.append(BadRow(row.origin, str(document)))
-                else:
-                    yield from self._usable(document, key, row.origin, result.dropped)
+            yield from (self._cut(good, result) if self.maker is None else self._made(good, result))
             done += len(batch)
             self._heartbeat("tokenizing", done, result.rows, "documents")
 
@@ -139,9 +146,37 @@ class DataPipeline:
             for row in packer.flush():
                 writers[side].write(row)
 
-    def _usable(
-        self, document: TokenizedDocument, key: str, origin: str, dropped: Dropped
-    ) -> Iterator[Piece]:
+    def _cut(self, rows: list[tuple[Document, str]], result: Result) -> Iterator[Piece]:
+        """Strided mode: documents cut to the length of a row, without pieces too short for an anchor."""
+        records, dropped = [row.record for row, _ in rows], result.dropped
+        tokenized = self.transform.tokenize(records, self.tokenizer, self.config.data)
+        for (row, key), document in zip(rows, tokenized, strict=True):
+            if isinstance(document, RowError):
+                result.bad.append(BadRow(row.origin, str(document)))
+                continue
+            self._check_ids(document, row.origin)
+            parts = cut(document, self.config.data.sequence_length)
+            fits = [has_room(part, self.config.ebft) for part in parts]
+            too_short = [len(part) for part, fit in zip(parts, fits, strict=True) if not fit]
+            dropped.pieces += len(too_short)
+            dropped.longest = max(dropped.longest, *too_short, 0)
+            dropped.documents += not any(fits)
+            yield from (Piece(part, key) for part, fit in zip(parts, fits, strict=True) if fit)
+
+    def _made(self, rows: list[tuple[Document, str]], result: Result) -> Iterator[Piece]:
+        """Structured mode: examples, each a row of its own; those of one record share its hash."""
+        assert self.maker is not None
+        made = self.maker.make([row.record for row, _ in rows])
+        for (row, key), examples in zip(rows, made, strict=True):
+            if isinstance(examples, RowError):
+                result.bad.append(BadRow(row.origin, str(examples)))
+                continue
+            for example in examples:
+                self._check_ids(example.document, row.origin)
+                result.truncated += example.truncated
+                yield Piece(example.document, key, example.extra)
+
+    def _check_ids(self, document: TokenizedDocument, origin: str) -> None:
         highest = int(document.input_ids.max())
         if highest >= self.embedding_size:
             raise UserError(
@@ -151,15 +186,6 @@ class DataPipeline:
                 expected=f"ids below {self.embedding_size}",
                 hint="the tokenizer does not belong to this model",
             )
-        kept = 0
-        for part in cut(document, self.config.data.sequence_length):
-            if has_room(part, self.config.ebft):
-                kept += 1
-                yield Piece(part, key)
-            else:
-                dropped.pieces += 1
-                dropped.longest = max(dropped.longest, len(part))
-        dropped.documents += kept == 0
 
     def _check(self, result: Result, writers: dict[str, RowWriter]) -> None:
         """The checks that only tokenizing can decide."""
@@ -167,6 +193,13 @@ class DataPipeline:
         empty = [side for side, writer in writers.items() if writer.rows == 0]
         if not empty:
             return
+        if self.maker is not None:
+            raise UserError(
+                f"no example is left for the {empty[0]} rows",
+                where="data.sources",
+                value=f"{len(result.bad)} of {result.rows} rows are bad",
+                hint="mend the rows, add others, or change `data.heldout_fraction`",
+            )
         ebft = self.config.ebft
         need = max(1, ebft.context_length, ebft.min_completion_prefix) + ebft.generate_max_len
         which = "every document" if len(empty) == len(writers) else f"every {empty[0]} document"

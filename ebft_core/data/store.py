@@ -24,19 +24,27 @@ SCHEMA = pa.schema(
         ("document_hashes", pa.list_(pa.string())),
     ]
 )
+EXTRA = pa.field("extra", pa.string())
+"""A further column of structured examples in runs with own rewards."""
 _BATCH_ROWS = 512
 
 
 class RowWriter:
     """Streams rows into `folder`; a context manager. The folder is a `datasets` folder after a clean exit.
 
+    Args:
+        folder: the result.
+        scratch: file for the rows until then.
+        extra: whether the rows have the column `extra`.
+
     Attributes:
         rows, tokens, supervised: what was written.
         digest: hex sha256 of the rows; known after the exit.
     """
 
-    def __init__(self, folder: Path, scratch: Path) -> None:
+    def __init__(self, folder: Path, scratch: Path, *, extra: bool = False) -> None:
         self.folder = folder
+        self.schema = SCHEMA.append(EXTRA) if extra else SCHEMA
         self.rows = self.tokens = self.supervised = 0
         self.digest = ""
         self._scratch = scratch
@@ -46,7 +54,7 @@ class RowWriter:
 
     def __enter__(self) -> RowWriter:
         self._scratch.parent.mkdir(parents=True, exist_ok=True)
-        self._stream = pa.ipc.new_stream(str(self._scratch), SCHEMA)
+        self._stream = pa.ipc.new_stream(str(self._scratch), self.schema)
         return self
 
     def write(self, row: Row) -> None:
@@ -79,14 +87,14 @@ class RowWriter:
                     self._flush()
             if error is None:
                 self.digest = self._hash.hexdigest()
-                _save(self._scratch, self.folder, fingerprint=self.digest[:16])
+                _save(self._scratch, self.folder, self.schema, fingerprint=self.digest[:16])
         finally:
             self._scratch.unlink()
 
     def _flush(self) -> None:
         if not self._batch:
             return
-        self._stream.write_batch(_record_batch(self._batch))
+        self._stream.write_batch(_record_batch(self._batch, self.schema))
         self._batch = []
 
 
@@ -97,12 +105,12 @@ def read_rows(folder: Path) -> Any:
     return datasets.load_from_disk(str(folder))
 
 
-def _save(stream: Path, folder: Path, *, fingerprint: str) -> None:
+def _save(stream: Path, folder: Path, schema: pa.Schema, *, fingerprint: str) -> None:
     import datasets
     from datasets.table import MemoryMappedTable
 
     table = MemoryMappedTable.from_file(str(stream))
-    info = datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(SCHEMA))
+    info = datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema))
     # Without a fingerprint `datasets` makes one from file times, and equal rows would differ on disk.
     datasets.Dataset(table, info=info, fingerprint=fingerprint).save_to_disk(str(folder))
 
@@ -110,10 +118,11 @@ def _save(stream: Path, folder: Path, *, fingerprint: str) -> None:
 def _digest(row: Row) -> bytes:
     arrays = (row.input_ids, row.labels, row.is_target)
     lists = json.dumps([row.document_lengths, row.prompt_lengths, row.document_hashes])
-    return hashlib.sha256(b"".join(array.tobytes() for array in arrays) + lists.encode()).digest()
+    text = lists + (row.extra or "")
+    return hashlib.sha256(b"".join(array.tobytes() for array in arrays) + text.encode()).digest()
 
 
-def _record_batch(rows: Sequence[Row]) -> pa.RecordBatch:
+def _record_batch(rows: Sequence[Row], schema: pa.Schema) -> pa.RecordBatch:
     columns = [
         _token_column([row.input_ids for row in rows], pa.int32()),
         _token_column([row.labels for row in rows], pa.int32()),
@@ -122,7 +131,9 @@ def _record_batch(rows: Sequence[Row]) -> pa.RecordBatch:
         pa.array([row.prompt_lengths for row in rows], type=pa.list_(pa.int32())),
         pa.array([row.document_hashes for row in rows], type=pa.list_(pa.string())),
     ]
-    return pa.record_batch(columns, schema=SCHEMA)
+    if EXTRA.name in schema.names:
+        columns.append(pa.array([row.extra for row in rows], type=EXTRA.type))
+    return pa.record_batch(columns, schema=schema)
 
 
 def _token_column(arrays: Sequence[np.ndarray], kind: pa.DataType) -> pa.ListArray:

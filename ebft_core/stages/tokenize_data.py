@@ -35,11 +35,17 @@ def run(context: StageContext) -> dict[str, Any]:
     _check_unchanged(context)
     write_quarantine(context.output / "quarantine.jsonl", result.bad)
     report = _report(result)
+    if pipeline.maker is not None:
+        report |= {"truncated": result.truncated, "stop_token_ids": pipeline.maker.stop_ids}
     write_json_atomic(context.output / "data.json", report)
+    left_out = (
+        f"{report['dropped_too_short']} pieces too short"
+        if pipeline.maker is None
+        else f"{result.truncated} ground truths truncated"
+    )
     context.events.message(
         f"data: {report['train']['rows']:,} training rows, {report['heldout']['rows']:,} held-out rows, "
-        f"{report['tokens']:,} tokens, {report['quarantined']} quarantined, "
-        f"{report['dropped_too_short']} pieces too short"
+        f"{report['tokens']:,} tokens, {report['quarantined']} quarantined, {left_out}"
     )
     return report
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ebft_core.data.document import IGNORE, Record, RowError, TokenizedDocument
-from ebft_core.errors import UserError
+from ebft_core.data.parts import inside
+from ebft_core.data.templates import check_template, render
+from ebft_core.data.thinking import SPAN, Message, prepare_messages
 from ebft_core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from ebft_core.config import DataConfig
 
-Message = dict[str, Any]
 Span = tuple[int, int]
 """Characters start…stop (exclusive) of the rendered conversation."""
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_THINKING = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def columns(config: DataConfig) -> dict[str, list[str]]:
@@ -36,7 +36,7 @@ def columns(config: DataConfig) -> dict[str, list[str]]:
 
 
 def content(record: Record, config: DataConfig) -> list[Any]:
-    """The messages. Raises RowError unless they are a conversation with an assistant's turn."""
+    """The messages as they stand. Raises RowError unless they are a conversation with an assistant's turn."""
     column = config.fields.messages
     if column not in record:
         raise RowError(f"missing field `{column}`")
@@ -47,10 +47,16 @@ def content(record: Record, config: DataConfig) -> list[Any]:
         raise RowError(f"field `{column}` has the wrong type: {type(messages).__name__}, expected a list")
     if not messages:
         raise RowError(f"field `{column}` is empty")
-    checked = [_message(message, number) for number, message in enumerate(messages, start=1)]
+    checked = check_messages(messages)
     if not any(message["role"] == "assistant" for message in checked):
         raise RowError("no assistant turn")
+    prepare_messages(checked, config)  # refuses what cannot be prepared, before anything is tokenized
     return checked
+
+
+def check_messages(messages: Sequence[object]) -> list[Message]:
+    """The messages without their null fields. Raises RowError, naming the one that is none."""
+    return [_message(message, number) for number, message in enumerate(messages, start=1)]
 
 
 def tokenize(
@@ -68,37 +74,15 @@ def tokenize(
     documents: list[TokenizedDocument | RowError] = []
     for record in records:
         try:
-            documents.append(_tokenize_one(content(record, config), tokenizer, config))
+            messages = prepare_messages(content(record, config), config)
+            documents.append(_tokenize_one(messages, tokenizer, config))
         except RowError as error:
             documents.append(error)
     return documents
 
 
-def check_template(tokenizer: Tokenizer, config: DataConfig) -> None:
-    """Refuse a tokenizer without a template, and a template that is not valid Jinja."""
-    import jinja2
-
-    if not tokenizer.chat_template:
-        raise UserError(
-            "the tokenizer has no chat template",
-            where="model.chat_template",
-            expected="the path of a Jinja template",
-            hint="name the template the model was trained with, or use `data.transform: prompt_completion`",
-        )
-    try:
-        _render([{"role": "user", "content": "a"}], tokenizer, config)
-    except RowError as error:
-        if isinstance(error.__cause__, jinja2.TemplateSyntaxError):
-            raise UserError(
-                "the chat template is not valid Jinja",
-                where="model.chat_template",
-                value=f"line {error.__cause__.lineno}",
-                hint=str(error.__cause__.message),
-            ) from error
-
-
 def _tokenize_one(messages: list[Message], tokenizer: Tokenizer, config: DataConfig) -> TokenizedDocument:
-    text = _render(messages, tokenizer, config)
+    text = render(messages, tokenizer, config)
     spans = _assistant_spans(messages, text, tokenizer, config)
     encoded = tokenizer(
         text,
@@ -110,10 +94,10 @@ def _tokenize_one(messages: list[Message], tokenizer: Tokenizer, config: DataCon
     )
     ids = np.asarray(encoded.input_ids, dtype=np.int32)[: config.sequence_length]
     offsets = np.asarray(encoded.offset_mapping, dtype=np.int64).reshape(-1, 2)[: len(ids)]
-    target = _inside(offsets, spans)
+    target = inside(offsets, spans)
     supervised = target
     if not config.chat.supervise_thinking:
-        supervised = target & ~_inside(offsets, [match.span() for match in _THINKING.finditer(text)])
+        supervised = target & ~inside(offsets, [match.span() for match in SPAN.finditer(text)])
     labels = np.where(supervised, ids, np.int32(IGNORE))
     prompt_length = int(target.argmax()) if target.any() else len(ids)
     return TokenizedDocument(ids, labels, target, prompt_length)
@@ -133,8 +117,8 @@ def _assistant_spans(
 def _rendered_span(
     messages: list[Message], turn: int, text: str, tokenizer: Tokenizer, config: DataConfig
 ) -> Span:
-    before = _render(messages[:turn], tokenizer, config, add_generation_prompt=True) if turn else ""
-    upto = _render(messages[: turn + 1], tokenizer, config)
+    before = render(messages[:turn], tokenizer, config, add_generation_prompt=True) if turn else ""
+    upto = render(messages[: turn + 1], tokenizer, config)
     if not (upto.startswith(before) and text.startswith(upto)):
         raise RowError(
             f"the chat template renders turn {turn + 1} differently inside the whole conversation, so its "
@@ -159,31 +143,6 @@ def _marked_spans(messages: list[Message], tokenizer: Tokenizer, config: DataCon
         **{**tokenizer.special_tokens_map, **config.chat.template_kwargs},
     )
     return [(int(start), int(stop)) for start, stop in spans[0]]
-
-
-def _render(
-    messages: list[Message], tokenizer: Tokenizer, config: DataConfig, add_generation_prompt: bool = False
-) -> str:
-    import jinja2
-
-    try:
-        text: str = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=add_generation_prompt,
-            **config.chat.template_kwargs,
-        )
-    except (jinja2.TemplateError, TypeError, ValueError) as error:
-        raise RowError(f"the chat template refuses the conversation: {error}") from error
-    return text
-
-
-def _inside(offsets: np.ndarray, spans: Sequence[Span]) -> np.ndarray:
-    """Tokens that begin inside one of the spans (an empty token is in none)."""
-    inside = np.zeros(len(offsets), dtype=bool)
-    for start, stop in spans:
-        inside |= (offsets[:, 0] >= start) & (offsets[:, 0] < stop) & (offsets[:, 1] > offsets[:, 0])
-    return inside
 
 
 def _message(message: object, number: int) -> Message:

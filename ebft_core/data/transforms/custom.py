@@ -2,7 +2,8 @@
 
 The function has the signature
 `transform(record: Mapping[str, Any], tokenizer, config: DataConfig) -> TokenizedDocument`
-and raises `RowError` for a record that it cannot use.
+and raises `RowError` for a record that it cannot use. What it may return in structured mode stands in
+`custom_examples.py`.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from ebft_core.user_code import import_function, module_file
 if TYPE_CHECKING:
     from ebft_core.config import DataConfig
 
-RowFunction = Callable[[Record, Tokenizer, "DataConfig"], TokenizedDocument]
+RowFunction = Callable[[Record, Tokenizer, "DataConfig"], object]
 
-_KEY = "data.transform"
+KEY = "data.transform"
 _SIGNATURE = "function(record, tokenizer, config) -> TokenizedDocument"
 _EXPECTED = "text, prompt_completion, chat, or an importable `module:function`"
 
@@ -35,7 +36,7 @@ def fingerprint_transform(name: str) -> str | None:
     """
     if ":" not in name:
         return None
-    return sha256_file(module_file(name.partition(":")[0], where=_KEY, expected=_EXPECTED))
+    return sha256_file(module_file(name.partition(":")[0], where=KEY, expected=_EXPECTED))
 
 
 def load_function(name: str) -> RowFunction:
@@ -44,7 +45,7 @@ def load_function(name: str) -> RowFunction:
     Raises:
         UserError: no such module or function, an error while importing it, or another signature.
     """
-    function = import_function(name, what="transform", where=_KEY, expected=_EXPECTED, signature=_SIGNATURE)
+    function = import_function(name, what="transform", where=KEY, expected=_EXPECTED, signature=_SIGNATURE)
     _check_signature(function, name)
     return function
 
@@ -61,28 +62,40 @@ def tokenizer_for(name: str) -> Callable[..., list[TokenizedDocument | RowError]
     def tokenize(
         records: Sequence[Record], tokenizer: Tokenizer, config: DataConfig
     ) -> list[TokenizedDocument | RowError]:
-        return [_call(function, record, tokenizer, config, name) for record in records]
+        return [_document(call(function, record, tokenizer, config, name), name) for record in records]
 
     return tokenize
 
 
-def _call(
+def call(
     function: RowFunction, record: Record, tokenizer: Tokenizer, config: DataConfig, name: str
-) -> TokenizedDocument | RowError:
+) -> object:
+    """What the function returns for the record, or the RowError that it raises.
+
+    Raises:
+        UserError: it fails in another way.
+    """
     try:
-        result = function(record, tokenizer, config)
+        return function(record, tokenizer, config)
     except RowError as error:
         return error
     except Exception as error:  # the traceback goes to the log with the cause
         raise UserError(
             "the transform failed",
-            where=_KEY,
+            where=KEY,
             value=name,
             hint=f"{type(error).__name__}: {error}; raise RowError for a record to be reported and left out",
         ) from error
-    if not isinstance(result, TokenizedDocument):
+
+
+def _document(result: object, name: str) -> TokenizedDocument | RowError:
+    if not isinstance(result, TokenizedDocument | RowError):
         raise UserError(
-            f"the transform returned {type(result).__name__}", where=_KEY, value=name, expected=_SIGNATURE
+            f"the transform returned {type(result).__name__}",
+            where=KEY,
+            value=name,
+            expected=_SIGNATURE,
+            hint="other results are for `ebft.mode: structured`" if isinstance(result, dict | list) else None,
         )
     return result
 
@@ -94,7 +107,7 @@ def _check_signature(function: Callable[..., Any], name: str) -> None:
     if len(positional) < 3 or extra_required:
         raise UserError(
             "the transform takes other arguments",
-            where=_KEY,
+            where=KEY,
             value=f"{name}{inspect.signature(function)}",
             expected=_SIGNATURE,
         )

@@ -9,6 +9,7 @@ import numpy as np
 
 from ebft_core.data.document import IGNORE, Record, RowError, TokenizedDocument, string_field
 from ebft_core.data.encoding import bos_prefix, encode, with_bos, with_eos
+from ebft_core.data.thinking import without_thinking
 from ebft_core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -28,8 +29,10 @@ def columns(config: DataConfig) -> dict[str, list[str]]:
 
 
 def content(record: Record, config: DataConfig) -> list[Any]:
-    """Prompt and completion. Raises RowError for a bad row."""
-    return [_field(record, names) for names in columns(config).values()]
+    """Prompt and completion as they stand. Raises RowError for a bad row."""
+    prompt, completion = (_field(record, names) for names in columns(config).values())
+    check_answer(completion, config)
+    return [prompt, completion]
 
 
 def tokenize(
@@ -37,21 +40,64 @@ def tokenize(
 ) -> list[TokenizedDocument | RowError]:
     """One document per record, truncated to `data.sequence_length`.
 
+    Truncation takes tokens off the end of the completion, and off the end of the prompt only to keep one
+    completion token.
+    """
+    pairs = encode_pairs([content(record, config) for record in records], tokenizer, config)
+    return [join(prompt, completion, config.sequence_length) for prompt, completion in pairs]
+
+
+def examples(
+    records: Sequence[Record], tokenizer: Tokenizer, config: DataConfig
+) -> list[list[TokenizedDocument] | RowError]:
+    """One structured example per record, whole whatever its length."""
+    return plain_examples([content(record, config) for record in records], tokenizer, config)
+
+
+def plain_examples(
+    pairs: Sequence[Sequence[str]], tokenizer: Tokenizer, config: DataConfig
+) -> list[list[TokenizedDocument] | RowError]:
+    """Structured examples of (prompt, ground truth) texts that are in no chat template."""
+    made: list[list[TokenizedDocument] | RowError] = []
+    for prompt, completion in encode_pairs(pairs, tokenizer, config):
+        if not prompt:
+            made.append(RowError("the prompt has no tokens"))
+            continue
+        document = join(prompt, completion, len(prompt) + len(completion))
+        made.append(document if isinstance(document, RowError) else [document])
+    return made
+
+
+def encode_pairs(
+    texts: Sequence[Sequence[str]], tokenizer: Tokenizer, config: DataConfig
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids of prompts and completions, with the special tokens at both ends.
+
     The prompt is encoded by itself, as it is at inference; the completion's tokens continue it. Where
     encoding prompt and completion together gives other tokens at the seam, the completion is encoded by
-    itself. Truncation takes tokens off the end of the completion, and off the end of the prompt only to
-    keep one completion token.
+    itself.
     """
     prefix = bos_prefix(tokenizer)
-    fields = [content(record, config) for record in records]
-    pairs = [(prompt + config.prompt_separator, completion) for prompt, completion in fields]
+    pairs = [(prompt + config.prompt_separator, _answer(said, config)) for prompt, said in texts]
     prompts = encode(tokenizer, [prompt for prompt, _ in pairs])
     completions = _continuations(pairs, prompts, tokenizer)
-    documents: list[TokenizedDocument | RowError] = []
-    for prompt, completion in zip(prompts, completions, strict=True):
-        full = with_eos(completion, tokenizer, config.append_eos)
-        documents.append(join(with_bos(prompt, prefix), full, config.sequence_length))
-    return documents
+    return [
+        (with_bos(prompt, prefix), with_eos(completion, tokenizer, config.append_eos))
+        for prompt, completion in zip(prompts, completions, strict=True)
+    ]
+
+
+def check_answer(completion: str, config: DataConfig) -> None:
+    """Refuse, before anything is tokenized, a completion of which `data.thinking` leaves nothing.
+
+    Raises:
+        RowError: with the reason.
+    """
+    _answer(completion, config)
+
+
+def _answer(completion: str, config: DataConfig) -> str:
+    return without_thinking(completion) if config.thinking == "answer_only" else completion
 
 
 def _continuations(
