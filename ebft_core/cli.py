@@ -140,6 +140,27 @@ def bench(
         measure(run, rounds=rounds, as_json=json_)
 
 
+@app.command("serve-vllm")
+def serve_vllm(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The run file (YAML).")] = None,
+    run_dir: Annotated[
+        Path | None, typer.Option("--run-dir", help="Folder of a planned run, instead of CONFIG.")
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Folder of the weights; unset: the run's base model.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", min=1, max=65535, help="Port on loopback; unset: a free one.")
+    ] = None,
+    overrides: SetOption = None,
+) -> None:
+    """Run the vLLM server of CONFIG alone; it is restarted when it dies or hangs, and Ctrl-C ends it."""
+    with exit_codes():
+        from ebft_core import commands
+
+        raise SystemExit(int(commands.serve_vllm(config, run_dir, model, port, overrides or ())))
+
+
 @app.command()
 def merge(
     base: Annotated[Path, typer.Option("--base", help="Folder of the base model.")],

@@ -1,11 +1,11 @@
-"""What `ebft merge` and `ebft evaluate` do: the library's functions on folders, outside of a run."""
+"""What `ebft merge`, `evaluate` and `serve-vllm` do: the library's functions on folders, outside of a run."""
 
 from __future__ import annotations
 
 import json
 import random
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -13,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from ebft_core.config import RunConfig
-from ebft_core.errors import UserError
+from ebft_core.config import RunConfig, load_config
+from ebft_core.errors import ExitCode, UserError
 
 CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
@@ -94,6 +94,42 @@ def evaluate(
         print_table(comparison.evaluation, Console())
     if output is not None:
         write_json_atomic(output, document)
+
+
+def serve_vllm(
+    config: Path | None, run_dir: Path | None, model: Path | None, port: int | None, overrides: Sequence[str]
+) -> ExitCode:
+    """Keep a vLLM server: of a planned run (`run_dir`, as the flow does it) or of a run file alone.
+
+    Raises:
+        UserError: neither or both are given, or the server cannot start.
+        ServerLost: it died or hung too often.
+    """
+    from ebft_core.vllm.serve import serve_alone, serve_run
+    from ebft_core.vllm.state import ServerState
+
+    alone = [name for name, value in (("--model", model), ("--port", port), ("--set", overrides)) if value]
+    if (config is None) == (run_dir is None) or (run_dir is not None and alone):
+        raise UserError(
+            "what to serve is not clear",
+            where="serve-vllm",
+            expected="either a run file, or --run-dir alone with the folder of a planned run",
+        )
+    if run_dir is not None:
+        return serve_run(run_dir)
+    assert config is not None  # one of the two is given
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+
+    def show(state: ServerState) -> None:
+        console.print(f"server  {state.url}/v1", markup=False)
+        console.print(f"model   {state.model_name}", markup=False)
+        console.print(f"log     {state.log}", markup=False)
+        console.print("Ctrl-C stops it")
+
+    console.print("starting vLLM")
+    serve_alone(load_config(config, overrides), model=model, port=port, on_ready=show)
+    console.print("stopped")
+    return ExitCode.DONE
 
 
 def _prompts(base: Path) -> list[list[int]]:

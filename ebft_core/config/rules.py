@@ -7,25 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
+from ebft_core.config.problem import Problem
 from ebft_core.config.schema import FromScratchConfig, RunConfig
+from ebft_core.config.structured_rules import STRUCTURED_RULES
 
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
 _SMALLEST_BPE = 258  # 256 bytes and the two special tokens
-
-
-@dataclass(frozen=True)
-class Problem:
-    """A broken rule. `keys` are the dotted paths involved, the one to point at first."""
-
-    keys: tuple[str, ...]
-    what: str
-    value: object = None
-    expected: str | None = None
-    hint: str | None = None
 
 
 def broken_rules(config: RunConfig) -> Iterator[Problem]:
@@ -367,4 +357,5 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _schedule,
     _lora,
     _places,
+    *STRUCTURED_RULES,
 )

@@ -8,6 +8,9 @@ from pydantic import Field
 
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section
 
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The adapter ranks a vLLM server can be started for."""
+
 
 class RolloutConfig(Section):
     """Who generates the completions of structured mode, and how far generation may run ahead."""
@@ -80,6 +83,8 @@ class VLLMConfig(Section):
     """Seconds until the server must answer a completion."""
     health_interval: float = Field(default=3.0, gt=0.0)
     """Seconds between two looks at the server's health."""
+    hang_timeout: float = Field(default=10.0, gt=0.0)
+    """Seconds without any sign of progress after which the server counts as hung."""
     max_restarts: NonNegativeInt = 3
     """Times a server that died or hangs is started anew before the run stops."""
 
