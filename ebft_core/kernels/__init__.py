@@ -11,8 +11,3 @@ before Triton is imported).
 The reduction of the REINFORCE loss has no kernel: it adds a few ten thousand numbers once per
 micro-batch, and `docs/experiments.md` has the arithmetic.
 """
-
-from ebft_core.kernels.group_gram import group_gram
-from ebft_core.kernels.selective_logprob import plain_head, selective_logprob
-
-__all__ = ["group_gram", "plain_head", "selective_logprob"]

@@ -27,6 +27,7 @@ Legend: see `geometry.py`; X hidden states, N tokens scored per state.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -164,38 +165,51 @@ class _Kernel(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_XN: Tensor, _entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        from ebft_core.kernels import selective_logprob_triton as kernels
-
         hidden_XH, weight_VH, tokens_XN, bias_V, lse_X1 = ctx.saved_tensors
         wants_hidden, wants_weight, _, _, wants_bias, _ = ctx.needs_input_grad
-        dtype, (X, H), V = hidden_XH.dtype, hidden_XH.shape, weight_VH.shape[0]
+        X, H = hidden_XH.shape
         # Losses are means over many tokens: unscaled, float16 would lose all but the chosen tokens.
         size = grad_XN.abs().max().clamp(min=torch.finfo(torch.float32).tiny)
-        unit_XN, scale = (grad_XN / size).contiguous(), size / ctx.temperature
+        scale = size / ctx.temperature
         d_hidden = hidden_XH.new_zeros(X, H, dtype=torch.float32) if wants_hidden else None
         d_weight = torch.empty_like(weight_VH) if wants_weight else None
         d_bias = torch.empty_like(bias_V) if wants_bias else None
-        step = max(CHUNK_ELEMENTS // X // kernels.BACKWARD_ALIGN, 1) * kernels.BACKWARD_ALIGN
-        for start in range(0, V, step):
-            part = slice(start, min(start + step, V))
-            weight_CH = weight_VH[part].to(dtype).contiguous()
-            d_logits_XC = kernels.logit_gradient(
-                hidden_XH,
-                weight_CH,
-                tokens_XN - start,
-                ctx.temperature,
-                None if bias_V is None else bias_V[part],
-                lse_X1,
-                unit_XN,
-            )
-            if d_hidden is not None:
-                d_hidden += _product(d_logits_XC, weight_CH)
-            if d_weight is not None:
-                d_weight[part] = _product(d_logits_XC.T, hidden_XH) * scale
-            if d_bias is not None:
-                d_bias[part] = d_logits_XC.sum(dim=0, dtype=torch.float32) * scale
-        d_hidden = None if d_hidden is None else (d_hidden * scale).to(dtype)
+        with torch.autocast(hidden_XH.device.type, enabled=False):
+            saved = (hidden_XH, weight_VH, tokens_XN, bias_V, lse_X1)
+            for part, weight_CH, d_logits_XC in _chunks(*saved, grad_XN / size, ctx.temperature):
+                if d_hidden is not None:
+                    d_hidden += _product(d_logits_XC, weight_CH)
+                if d_weight is not None:
+                    d_weight[part] = _product(d_logits_XC.T, hidden_XH) * scale
+                if d_bias is not None:
+                    d_bias[part] = d_logits_XC.sum(dim=0, dtype=torch.float32) * scale
+        d_hidden = None if d_hidden is None else (d_hidden * scale).to(hidden_XH.dtype)
         return d_hidden, d_weight, None, None, d_bias, None
+
+
+def _chunks(
+    hidden_XH: Tensor,
+    weight_VH: Tensor,
+    tokens_XN: Tensor,
+    bias_V: Tensor | None,
+    lse_X1: Tensor,
+    grad_XN: Tensor,
+    temperature: float,
+) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Chunks C of the vocabulary: where, the weight's rows in the dtype to compute in, τ · ∂L/∂z."""
+    from ebft_core.kernels import selective_logprob_triton as kernels
+
+    V, grad_XN = weight_VH.shape[0], grad_XN.contiguous()
+    step = max(CHUNK_ELEMENTS // len(hidden_XH) // kernels.CHUNK_ALIGN, 1) * kernels.CHUNK_ALIGN
+    buffer = hidden_XH.new_empty(len(hidden_XH) * min(step, V))  # one for all chunks: the loop keeps the last
+    for start in range(0, V, step):
+        part = slice(start, min(start + step, V))
+        weight_CH = weight_VH[part].to(hidden_XH.dtype).contiguous()
+        bias_C = None if bias_V is None else bias_V[part].contiguous()
+        d_logits_XC = buffer[: len(hidden_XH) * len(weight_CH)].view(len(hidden_XH), -1)
+        operands = (hidden_XH, weight_CH, tokens_XN - start, temperature, bias_C, lse_X1, grad_XN)
+        kernels.logit_gradient(*operands, out_XC=d_logits_XC)
+        yield part, weight_CH, d_logits_XC
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:

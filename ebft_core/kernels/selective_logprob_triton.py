@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ebft_core.kernels.dispatch import dot_needs_float32
 
-BACKWARD_ALIGN = 256
+CHUNK_ALIGN = 256
 """Vocabulary chunks of the backward pass are multiples of this, so that no tile is cut."""
 
 PROGRAMS = 528
@@ -185,8 +185,10 @@ def logit_gradient(
     bias_C: Tensor | None,
     lse_X1: Tensor,
     grad_XN: Tensor,
-) -> Tensor:
-    """τ · ∂L/∂(h · w + b) of a chunk of the vocabulary, `(X, C)` in the dtype of the hidden states.
+    *,
+    out_XC: Tensor,
+) -> None:
+    """Write τ · ∂L/∂(h · w + b) of a chunk of the vocabulary into `out_XC`.
 
     Args:
         tokens_XN: counted from the chunk's first row; those outside of the chunk match nothing.
@@ -195,13 +197,11 @@ def logit_gradient(
     """
     (X, H), (C, _), N = hidden_XH.shape, weight_CH.shape, tokens_XN.shape[1]
     tile = _tile(hidden_XH)
-    d_logits_XC = hidden_XH.new_empty(X, C)
     _gradient_kernel[(triton.cdiv(X, tile.x), triton.cdiv(C, tile.v))](
-        hidden_XH, weight_CH, bias_C, tokens_XN, lse_X1, grad_XN, d_logits_XC,
+        hidden_XH, weight_CH, bias_C, tokens_XN, lse_X1, grad_XN, out_XC,
         X, C, H, 1.0 / temperature,
         N=N, **_constants(hidden_XH, bias_C, tile),
     )  # fmt: skip
-    return d_logits_XC
 
 
 def _constants(hidden_XH: Tensor, bias: Tensor | None, tile: _Tile) -> dict[str, int | bool | str]:
