@@ -19,6 +19,8 @@ from ebft_core.base_model import embedding_size
 from ebft_core.config import RunConfig
 from ebft_core.data.packing import Packer, Row
 from ebft_core.data.pipeline import DataPipeline, Dropped, Result
+from ebft_core.data.preview_examples import example_facts, show_example
+from ebft_core.data.preview_text import ANCHOR, CONTEXT, SUPERVISED, TARGET_ONLY, legend, visible
 from ebft_core.data.reader import BadRow
 from ebft_core.data.scan import scan_rows
 from ebft_core.data.sources import SourceFile, resolve_sources
@@ -31,8 +33,6 @@ from ebft_core.tokenizer import Tokenizer, load_tokenizer, use_chat_template
 
 SHOWN_IDS = 24
 _DOCUMENTS_PER_ROW = 16
-_ANCHOR = Text("▸", style="bold magenta")
-_SUPERVISED, _TARGET_ONLY, _CONTEXT = "green", "yellow", "dim"
 
 
 def preview(config: RunConfig, *, rows: int = 3, console: Console | None = None) -> None:
@@ -48,11 +48,14 @@ def preview(config: RunConfig, *, rows: int = 3, console: Console | None = None)
     files = resolve_sources(config.data.sources)
     few = _first_documents(config, rows)
     result = Result(0, [], Dropped())
-    out.print(_legend())
-    for number, row in enumerate(islice(_rows(files, few, tokenizer, size, result), rows), start=1):
-        out.print(_panel(number, row, config, tokenizer))
+    pipeline = DataPipeline(few, tokenizer, size, events=EventWriter(None, "preview"), stop=StopSignal())
+    out.print(legend(structured=pipeline.maker is not None))
+    for number, row in enumerate(islice(_rows(files, pipeline, result), rows), start=1):
+        out.print(_panel(number, row, pipeline))
     if result.bad:
         out.print(_bad_table(result.bad))
+    if result.truncated:
+        out.print(f"{result.truncated} ground truth(s) lost their end", style="yellow")
     if result.dropped.pieces:
         out.print(
             f"{result.dropped.pieces} piece(s) too short for a context and a target were left out",
@@ -63,7 +66,7 @@ def preview(config: RunConfig, *, rows: int = 3, console: Console | None = None)
 def mark_row(row: Row, config: RunConfig, tokenizer: Tokenizer) -> Text:
     """The decoded row: supervised tokens green, other targets yellow, context dim, `▸` at anchors."""
     anchors = set(row_anchors(row.as_dict(), config).tolist())
-    styles = np.where(row.labels >= 0, _SUPERVISED, np.where(row.is_target, _TARGET_ONLY, _CONTEXT))
+    styles = np.where(row.labels >= 0, SUPERVISED, np.where(row.is_target, TARGET_ONLY, CONTEXT))
     starts = np.cumsum([0, *row.document_lengths])
     breaks = {
         0,
@@ -77,8 +80,8 @@ def mark_row(row: Row, config: RunConfig, tokenizer: Tokenizer) -> Text:
         if start and start in starts:
             text.append("\n─── next document ───\n", style="cyan")
         if start in anchors:
-            text.append_text(_ANCHOR)
-        text.append(_visible(tokenizer.decode(row.input_ids[start:stop].tolist())), style=str(styles[start]))
+            text.append_text(ANCHOR)
+        text.append(visible(tokenizer.decode(row.input_ids[start:stop].tolist())), style=str(styles[start]))
     return text
 
 
@@ -89,12 +92,10 @@ def _first_documents(config: RunConfig, rows: int) -> RunConfig:
     return config.model_copy(update={"data": config.data.model_copy(update={"max_documents": wanted})})
 
 
-def _rows(
-    files: Sequence[SourceFile], config: RunConfig, tokenizer: Tokenizer, size: int, result: Result
-) -> Iterator[Row]:
-    pipeline = DataPipeline(config, tokenizer, size, events=EventWriter(None, "preview"), stop=StopSignal())
-    result.bad += scan_rows(files, pipeline.transform, config.data).bad
-    packer = Packer(config.data.sequence_length if config.data.packing else None)
+def _rows(files: Sequence[SourceFile], pipeline: DataPipeline, result: Result) -> Iterator[Row]:
+    data = pipeline.config.data
+    result.bad += scan_rows(files, pipeline.transform, data).bad
+    packer = Packer(data.sequence_length if data.packing else None)
     for piece in pipeline.pieces(files, result):
         yield from packer.add(piece)
     yield from packer.flush()
@@ -117,29 +118,25 @@ def _tokenizer(config: RunConfig) -> tuple[Tokenizer, int]:
     return load_tokenizer(folder, model), embedding_size(folder)
 
 
-def _panel(number: int, row: Row, config: RunConfig, tokenizer: Tokenizer) -> Panel:
+def _panel(number: int, row: Row, pipeline: DataPipeline) -> Panel:
+    config, tokenizer = pipeline.config, pipeline.tokenizer
     heldout = [is_heldout(key, config.data.heldout_fraction) for key in row.document_hashes]
     shown = row.input_ids[:SHOWN_IDS].tolist()
     ids = Text("ids " + " ".join(map(str, shown)) + (" …" if len(row) > SHOWN_IDS else ""), style="blue")
+    body: Text | Group
+    if pipeline.maker is not None:
+        facts, body = example_facts(row, pipeline.maker.stop_ids), show_example(row, tokenizer)
+    else:
+        facts, body = _facts(row, config), mark_row(row, config, tokenizer)
+    side = "held-out" if all(heldout) else "train"
+    return Panel(Group(Text(facts), ids, body), title=f"row {number} · {side}")
+
+
+def _facts(row: Row, config: RunConfig) -> str:
     anchors = len(row_anchors(row.as_dict(), config))
-    facts = (
+    return (
         f"{len(row)} tokens · {int((row.labels >= 0).sum())} supervised · {anchors} anchors · "
         f"{len(row.document_lengths)} document(s), prompt {row.prompt_lengths[0]} tokens"
-    )
-    side = "held-out" if all(heldout) else "train"
-    return Panel(Group(Text(facts), ids, mark_row(row, config, tokenizer)), title=f"row {number} · {side}")
-
-
-def _legend() -> Text:
-    return Text.assemble(
-        ("supervised", _SUPERVISED),
-        " · ",
-        ("target without a label", _TARGET_ONLY),
-        " · ",
-        ("context only", _CONTEXT),
-        " · ",
-        _ANCHOR,
-        " anchor: rollouts start here",
     )
 
 
@@ -148,8 +145,3 @@ def _bad_table(bad: Sequence[BadRow]) -> Table:
     for row in bad[:20]:
         table.add_row(Text(row.origin), Text(row.reason))
     return table
-
-
-def _visible(text: str) -> str:
-    """Text with its control characters spelled out, so that a document cannot steer the terminal."""
-    return "".join(c if c in "\n\t" or c.isprintable() else c.encode("unicode_escape").decode() for c in text)
