@@ -13,6 +13,7 @@ from ebft_core.data.transforms import get_transform
 from ebft_core.errors import UserError
 from tests.data.builders import data_config, word_tokenizer
 from tests.data.chats import CHATML, WITH_BOS, chat_tokenizer, talk
+from tests.docs_pages import blocks
 
 MODULE = """
 from ebft_core.data.document import RowError, TokenizedDocument
@@ -139,3 +140,15 @@ def test_strided_mode_says_which_mode_takes_examples() -> None:
     with pytest.raises(UserError, match="returned dict") as caught:
         transform.tokenize([{"give": {"prompt": "q"}}], word_tokenizer(bos=False), data_config())
     assert "structured" in str(caught.value.hint)
+
+
+def test_the_example_of_the_guide_does_what_it_says(tmp_path: Path) -> None:
+    (block,) = [b for b in blocks("data-formats.md") if b.argument == "my_examples.py"]
+    (tmp_path / "my_examples.py").write_text(block.text, encoding="utf-8")
+    tokenizer = chat_tokenizer(CHATML)
+    (document,), refused = made(
+        [{"talk": ["a?", "A", "b?", "B"]}, {"talk": ["a?"]}], tokenizer, function="debate"
+    )
+    written = tokenizer.decode(document.input_ids[document.is_target].tolist())
+    assert written == "A<|im_end|>B<|im_end|>"
+    assert str(refused) == "nobody answers"
