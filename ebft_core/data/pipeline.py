@@ -131,7 +131,10 @@ class DataPipeline:
             documents = [row for row in batch if isinstance(row, Document)]
             checked = [(row, check_row(row, self.transform, self.config.data)) for row in documents]
             good = [(row, key) for row, key in checked if isinstance(key, str)]
-            yield from (self._cut(good, result) if self.maker is None else self._made(good, result))
+            if self.maker is None:
+                yield from self._cut(good, result)
+            else:
+                yield from self._made(self.maker, good, result)
             done += len(batch)
             self._heartbeat("tokenizing", done, result.rows, "documents")
 
@@ -163,10 +166,9 @@ class DataPipeline:
             dropped.documents += not any(fits)
             yield from (Piece(part, key) for part, fit in zip(parts, fits, strict=True) if fit)
 
-    def _made(self, rows: list[tuple[Document, str]], result: Result) -> Iterator[Piece]:
+    def _made(self, maker: ExampleMaker, rows: list[tuple[Document, str]], result: Result) -> Iterator[Piece]:
         """Structured mode: examples, each a row of its own; those of one record share its hash."""
-        assert self.maker is not None
-        made = self.maker.make([row.record for row, _ in rows])
+        made = maker.make([row.record for row, _ in rows])
         for (row, key), examples in zip(rows, made, strict=True):
             if isinstance(examples, RowError):
                 result.bad.append(BadRow(row.origin, str(examples)))

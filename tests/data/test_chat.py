@@ -77,6 +77,13 @@ def test_thinking_may_go_without_labels_but_stays_a_target(template: str) -> Non
     assert said(document, document.is_target).startswith("<think>hmm</think>yes")
 
 
+def test_thinking_may_be_left_out_of_the_text() -> None:
+    config = data_config(transform="chat", thinking="answer_only", sequence_length=1000)
+    (document,) = CHAT.tokenize([{"messages": TALK}], tokenizer_with(PLAIN), config)
+    assert said(document, document.is_target) == "yes<|im_end|>no<|im_end|>"
+    assert "hmm" not in said(document, slice(None))
+
+
 def test_a_template_that_rewrites_earlier_turns_is_refused_for_them() -> None:
     refused = one(TALK, FORGETS_THINKING)
     assert isinstance(refused, RowError)

@@ -218,6 +218,19 @@ def test_thinking_may_go_without_labels() -> None:
         (talk("a", " "), CHATML, {}, "message 2 is empty"),
         (talk("a", "<think>x"), CHATML, {"thinking": "answer_only"}, "message 2: a `<think>` is not closed"),
         (
+            talk("a", "<think>x</think>A"),
+            "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{{ eos_token }}{% endfor %}",
+            {},
+            "leaves out the thinking of turn 2",
+        ),
+        (
+            talk("a", "A"),
+            "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+            "{% if add_generation_prompt %}assistant:{% endif %}",
+            {},
+            "turn 2 does not begin as",
+        ),
+        (
             [*talk("a", "A"), {"role": "assistant", "content": "B"}],
             "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}",
             {"examples": "first_turn"},

@@ -91,3 +91,26 @@ def test_an_empty_side_is_a_bad_row() -> None:
     for record in ({"prompt": "", "completion": "x"}, {"prompt": "x", "completion": " "}):
         with pytest.raises(RowError, match="empty"):
             TRANSFORM.content(record, data_config())
+
+
+def test_the_answer_alone_is_learned_if_wanted() -> None:
+    record = {"prompt": "ab", "completion": "<think>hm</think> cd"}
+    document = one(record, byte_tokenizer(), thinking="answer_only")
+    assert document.input_ids.tolist() == [*b"abcd", 256]
+    with pytest.raises(RowError, match="nothing is left"):
+        TRANSFORM.content(
+            {"prompt": "x", "completion": "<think>y</think>"}, data_config(thinking="answer_only")
+        )
+
+
+@given(
+    prompt=st.text("ab \n", min_size=1).filter(str.strip),
+    answer=st.text("ab \n", min_size=1).filter(str.strip),
+)
+def test_structured_examples_are_whole_and_begin_with_the_prompt(prompt: str, answer: str) -> None:
+    assert TRANSFORM.examples is not None
+    config = data_config(sequence_length=2)
+    ((document,),) = TRANSFORM.examples([{"prompt": prompt, "completion": answer}], byte_tokenizer(), config)
+    assert document.input_ids.tolist() == [*prompt.encode(), *answer.encode(), 256]
+    assert document.prompt_length == len(prompt.encode())
+    assert document.is_target.tolist() == [False] * len(prompt) + [True] * (len(answer) + 1)

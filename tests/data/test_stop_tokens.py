@@ -58,6 +58,8 @@ def test_a_mark_that_is_no_token_cannot_end_a_turn() -> None:
         stops(tokenizer)
     assert "<|im_end|>" in str(caught.value.value)
     assert "eos_token" in str(caught.value.hint)
+    tokenizer.chat_template = CHATML.replace("<|im_end|>", "{{ eos_token }}")  # what the hint says
+    assert stops(tokenizer) == ["<|endoftext|>"]
 
 
 def test_a_tokenizer_without_an_end_of_sequence() -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ebft_core.data.document import Record, RowError, TokenizedDocument
 from ebft_core.data.parts import Part, tokenize_parts
 from ebft_core.data.templates import EndOfTurn, end_of_turn, render, text_behind
-from ebft_core.data.thinking import Message, prepare_messages
+from ebft_core.data.thinking import CLOSE, Message, prepare_messages
 from ebft_core.data.transforms.chat import content
 from ebft_core.tokenizer import Tokenizer
 
@@ -118,8 +118,15 @@ def _turn(
     if not upto.startswith(prompt):
         raise RowError(
             f"turn {turn + 1} does not begin as the chat template's generation prompt says; where that "
-            "closes the thinking (`enable_thinking: false`), use `data.thinking: answer_only`"
+            "closes the thinking (`enable_thinking: false`), use `data.thinking: answer_only`, else another "
+            "`model.chat_template`"
         )
     if not tail.startswith(end.text) or not upto.endswith(tail):
         raise RowError(f"the chat template does not end turn {turn + 1} with {end.text!r}")
-    return prompt, upto[len(prompt) : len(upto) - len(tail)] + end.text
+    said = upto[len(prompt) : len(upto) - len(tail)]
+    if CLOSE in messages[turn]["content"] and CLOSE not in said:
+        raise RowError(
+            f"the chat template leaves out the thinking of turn {turn + 1}; use `data.thinking: answer_only` "
+            "to do without it, or another `model.chat_template`"
+        )
+    return prompt, said + end.text
