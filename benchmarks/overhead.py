@@ -32,6 +32,7 @@ from ebft_core.stop import StopSignal
 from ebft_core.trainers.metrics import StepSums
 
 ROUNDS = 5
+MERGES = 9
 EVENTS = 500
 
 
@@ -109,15 +110,21 @@ def merge_ratio(folder: Path) -> float:
     get_peft_model(
         model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     ).save_pretrained(adapter)
-    ratios = []
-    for number in range(ROUNDS + 1):
-        started = time.perf_counter()
-        copied = folder / f"copy{number}"
-        shutil.copytree(base, copied)
-        for path in copied.iterdir():
+    target = folder / "written"
+
+    def copy() -> None:
+        shutil.copytree(base, target)
+        for path in target.iterdir():
             sha256_file(path)
-        copying = time.perf_counter() - started
-        started = time.perf_counter()
-        merge_adapter(base, adapter, folder / f"merged{number}")
-        ratios.append((time.perf_counter() - started) / copying)
-    return statistics.median(ratios[1:])
+
+    def merge() -> None:
+        merge_adapter(base, adapter, target)
+
+    seconds: dict[str, list[float]] = {"copy": [], "merge": []}
+    for _ in range(MERGES + 1):
+        for name, work in (("copy", copy), ("merge", merge)):
+            started = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - started)
+            shutil.rmtree(target)  # or one of the two would write into memory the system has not touched yet
+    return statistics.median(seconds["merge"][1:]) / statistics.median(seconds["copy"][1:])
