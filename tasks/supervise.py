@@ -92,12 +92,16 @@ def supervise(
             on_event(event)
 
     log = run_dir / "logs" / f"{stage}.err.log"
-    with _child(command, log, cwd, grace_seconds) as process:
-        while not _ended(process):
+    with child_process(command, log, cwd, grace_seconds) as process:
+        while not ended(process):
             pump()
             time.sleep(POLL_SECONDS)
     pump()
-    code = process.returncode
+    check_exit(stage, process.returncode, last_error, log)
+
+
+def check_exit(stage: str, code: int, last_error: Mapping[str, Any], log: Path) -> None:
+    """Raise what the exit code of a stage program means, as `supervise` says; 0 means nothing."""
     if code == ExitCode.BAD_INPUT:
         raise StageRefused(last_error or {"what": f"stage {stage} refused its input", "where": str(log)})
     if code == ExitCode.PREEMPTED:
@@ -112,9 +116,13 @@ def stage_command(stage: str, run_dir: Path) -> list[str]:
 
 
 @contextlib.contextmanager
-def _child(
-    command: Sequence[str], log: Path, cwd: Path | None, grace_seconds: float
+def child_process(
+    command: Sequence[str], log: Path, cwd: Path | None, grace_seconds: float = GRACE_SECONDS
 ) -> Iterator[subprocess.Popen[bytes]]:
+    """A program in a session of its own for as long as the block runs; stopped and reaped at its end.
+
+    `log` takes its standard error, `<name>.out.log` beside it (for `<name>.err.log`) its standard output.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     out = log.with_name(log.name.replace(".err.log", ".out.log"))
     with open(out, "ab") as stdout, open(log, "ab") as stderr:
@@ -139,18 +147,18 @@ def _child(
             process.communicate()
 
 
-def _ended(process: subprocess.Popen[bytes]) -> bool:
+def ended(process: subprocess.Popen[bytes]) -> bool:
     """Whether the child has ended; leaves it unreaped."""
     return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
 def _stop(process: subprocess.Popen[bytes], grace_seconds: float) -> None:
     """Ask the child to stop and wait; a second interrupt cuts the waiting short."""
-    if _ended(process):
+    if ended(process):
         return
     os.kill(process.pid, signal.SIGTERM)
     deadline = time.monotonic() + grace_seconds
-    while not _ended(process) and time.monotonic() < deadline:
+    while not ended(process) and time.monotonic() < deadline:
         time.sleep(POLL_SECONDS)
 
 
