@@ -32,7 +32,8 @@ def step_major_mask(anchors_CA: Tensor, length: int, steps: int) -> Tensor:
     causal = document[:, None] & document[None, :] & (index[None, :] <= index[:, None])
     own = ~document[:, None] & ~document[None, :] & (block[:, None] == block[None, :])
     own &= step[None, :] <= step[:, None]
-    bound_CT = torch.cat([torch.zeros(C, length, dtype=torch.int64), anchors_CA.repeat(1, steps)], dim=1)
+    nothing = anchors_CA.new_zeros(C, length)
+    bound_CT = torch.cat([nothing, anchors_CA.repeat(1, steps)], dim=1)
     prefix = document[None, None, :] & (index[None, None, :] < bound_CT[:, :, None])
     return ((causal | own)[None] | prefix)[:, None]
 
@@ -40,7 +41,8 @@ def step_major_mask(anchors_CA: Tensor, length: int, steps: int) -> Tensor:
 def _positions(anchors_CA: Tensor, length: int, steps: int) -> Tensor:
     C = anchors_CA.shape[0]
     generated = [anchors_CA + s for s in range(steps)]
-    return torch.cat([torch.arange(length).expand(C, length), *generated], dim=1)
+    document = torch.arange(length, device=anchors_CA.device).expand(C, length)
+    return torch.cat([document, *generated], dim=1)
 
 
 def _logits(model: nn.Module, ids_CT: Tensor, anchors_CA: Tensor, length: int, steps: int) -> Tensor:
@@ -55,7 +57,8 @@ def _logits(model: nn.Module, ids_CT: Tensor, anchors_CA: Tensor, length: int, s
 def _predictors(anchors_CA: Tensor, length: int, step: int) -> Tensor:
     """Packed index of the predictor of step `step`: the anchor's predecessor, then the block's last token."""
     A = anchors_CA.shape[1]
-    return anchors_CA - 1 if step == 0 else length + (step - 1) * A + torch.arange(A).expand_as(anchors_CA)
+    blocks = torch.arange(A, device=anchors_CA.device).expand_as(anchors_CA)
+    return anchors_CA - 1 if step == 0 else length + (step - 1) * A + blocks
 
 
 @torch.no_grad()
@@ -102,7 +105,7 @@ def plain_features(
 def plain_rewards(phi_RAND: Tensor, target_RAD: Tensor, tolerance: float = 1e-5) -> tuple[Tensor, Tensor]:
     """Feature-whitened rewards and RLOO advantages `_RAN`, block by block with D × D matrices."""
     R, A, N, _ = phi_RAND.shape
-    alignment, similarity = torch.zeros(R, A, N), torch.zeros(R, A, N)
+    alignment, similarity = (torch.zeros(R, A, N, device=phi_RAND.device) for _ in range(2))
     for r in range(R):
         for b in range(A):
             X_ND = phi_RAND[r, b].float()
@@ -131,7 +134,7 @@ def plain_logprobs(
     for step in range(G):
         where = _predictors(anchors_CA, L, step)
         tokens_CA = tokens_RANG[..., step].transpose(1, 2).reshape(R * N, A)
-        rows = torch.arange(R * N)[:, None]
+        rows = torch.arange(R * N, device=tokens_CA.device)[:, None]
         steps.append(logprob_CTV[rows, where, tokens_CA])
     return torch.stack(steps, dim=-1).view(R, N, A, G).transpose(1, 2)
 
@@ -145,7 +148,7 @@ def timed_plain_step(
     policy: nn.Module, feature_model: nn.Module, batch: RowBatch, config: EBFTConfig
 ) -> PhaseTimes:
     """One step of the baseline, timed as `ebft_core.bench.measure.timed_step` times the product."""
-    uniforms = uniforms_for(batch, config)
+    uniforms = uniforms_for(batch, config).to(batch.input_ids_RL.device)
     layers = layer_indices(config.feature_layers, policy.config.num_hidden_layers)
     policy.zero_grad(set_to_none=True)
     start = time.perf_counter()

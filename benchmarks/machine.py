@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import platform
 import re
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import psutil
 import torch
 
-PACKAGES = ("torch", "transformers", "tokenizers", "datasets", "peft")
+PACKAGES = ("torch", "triton", "transformers", "tokenizers", "datasets", "peft")
 
 
 def describe_hardware() -> dict[str, str | int | float]:
@@ -27,6 +27,25 @@ def describe_hardware() -> dict[str, str | int | float]:
     }
 
 
+def describe_gpu() -> dict[str, str | int | float]:
+    """Memory, multiprocessors, capability and driver side of the current GPU."""
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "multiprocessors": properties.multi_processor_count,
+        "capability": f"{properties.major}.{properties.minor}",
+        "cuda": str(torch.version.cuda),
+    }
+
+
 def describe_versions() -> dict[str, str]:
     """Python and the packages that do the work."""
-    return {"python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
+    return {"python": platform.python_version(), **{name: _version(name) for name in PACKAGES}}
+
+
+def _version(name: str) -> str:
+    """A package that a part does not need may be absent on the machine that measures it."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

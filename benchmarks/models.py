@@ -11,6 +11,11 @@ def llama_28m() -> LlamaForCausalLM:
     return _llama(512, 1408, 8, 8, 4, 8192)
 
 
+def llama_tiny() -> LlamaForCausalLM:
+    """A few thousand parameters: the path of a benchmark, not a figure."""
+    return _llama(32, 48, 4, 4, 2, 64)
+
+
 def llama_3m() -> LlamaForCausalLM:
     """3M parameters, for long rows on a CPU."""
     return _llama(192, 512, 6, 6, 6, 512)

@@ -45,7 +45,7 @@ def group_gram(
         samples: per feature layer, pooled states of the samples `(R, A, N, H)`.
         targets: per feature layer, pooled states of the target `(R, A, H)`.
         first_RAN: for every sample the first sample of its group with equal tokens
-            (`features.first_duplicates`): its row is used for both, so their rows are equal bit by bit.
+            (`blocks.first_duplicates`): its row is used for both, so their rows are equal bit by bit.
         backend: kernel or reference; `auto` decides by the device.
 
     Returns:

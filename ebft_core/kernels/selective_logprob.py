@@ -99,14 +99,14 @@ def reference(
     temperature: float,
     bias_V: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The same in plain torch: chunks of rows, recomputed in the backward pass."""
+    """The same in plain torch: chunks of rows, recomputed in the backward pass where there are several."""
     chunks = []
     for start in range(0, hidden_XH.shape[0], REFERENCE_ROWS):
         part = slice(start, start + REFERENCE_ROWS)
         operands = (hidden_XH[part], weight_VH, tokens_XN[part], temperature, bias_V)
         chunks.append(
             checkpoint(_score, *operands, use_reentrant=False)
-            if torch.is_grad_enabled()
+            if torch.is_grad_enabled() and hidden_XH.shape[0] > REFERENCE_ROWS
             else _score(*operands)
         )
     logprobs, entropies = zip(*chunks, strict=True)
@@ -127,13 +127,44 @@ def plain_head(head: nn.Module) -> tuple[Tensor, Tensor | None] | None:
 def _score(
     hidden_XH: Tensor, weight_VH: Tensor, tokens_XN: Tensor, temperature: float, bias_V: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    logits_XV = nn.functional.linear(hidden_XH, weight_VH, bias_V)
-    logits_XV = (logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()) / temperature
-    normaliser_X1 = logits_XV.logsumexp(dim=-1, keepdim=True)
-    with torch.no_grad():
-        mean_X1 = (torch.exp(logits_XV - normaliser_X1) * logits_XV).sum(dim=-1, keepdim=True)
-        entropy_X1 = (normaliser_X1 - mean_X1).float()
-    return (logits_XV.gather(-1, tokens_XN) - normaliser_X1).float(), entropy_X1
+    return score_logits(nn.functional.linear(hidden_XH, weight_VH, bias_V), tokens_XN, temperature)
+
+
+def score_logits(logits_XV: Tensor, tokens_XN: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """`selective_logprob` from logits that exist already."""
+    kept = logits_XV if logits_XV.dtype == torch.float64 else logits_XV.float()
+    logprob_XN, entropy_X1 = _ScoreLogits.apply(kept, tokens_XN, temperature)
+    return logprob_XN, entropy_X1
+
+
+class _ScoreLogits(torch.autograd.Function):
+    """Scores from one softmax, which is also all that the backward pass needs.
+
+    lse = max z - log max p: the largest probability is never below 1/V, so nothing underflows.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits_XV: Tensor, tokens_XN: Tensor, temperature: float
+    ) -> tuple[Tensor, Tensor]:
+        scaled_XV = logits_XV if temperature == 1 else logits_XV / temperature
+        probs_XV = scaled_XV.softmax(dim=-1)
+        highest_X1, where_X1 = scaled_XV.max(dim=-1, keepdim=True)
+        lse_X1 = highest_X1 - probs_XV.gather(-1, where_X1).log()
+        mean_X1 = torch.bmm(probs_XV[:, None], scaled_XV[:, :, None])[:, 0]
+        entropy_X1 = (lse_X1 - mean_X1).float()
+        ctx.save_for_backward(probs_XV, tokens_XN)
+        ctx.temperature = temperature
+        ctx.mark_non_differentiable(entropy_X1)
+        return (scaled_XV.gather(-1, tokens_XN) - lse_X1).float(), entropy_X1
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_XN: Tensor, _entropy: Tensor | None) -> tuple[Tensor, None, None]:
+        probs_XV, tokens_XN = ctx.saved_tensors
+        scaled_XN = grad_XN.to(probs_XV.dtype) / ctx.temperature
+        d_logits_XV = probs_XV * -scaled_XN.sum(dim=-1, keepdim=True)
+        return d_logits_XV.scatter_add_(-1, tokens_XN, scaled_XN), None, None
 
 
 class _Kernel(torch.autograd.Function):

@@ -24,7 +24,7 @@ PROGRAMS = 528
 """Programs that fill a large GPU (four per multiprocessor of an H200); few row tiles split the vocabulary."""
 
 
-class _Tile(NamedTuple):
+class Tile(NamedTuple):
     x: int
     v: int
     h: int
@@ -32,20 +32,20 @@ class _Tile(NamedTuple):
     stages: int
 
 
-def _tile(hidden_XH: Tensor) -> _Tile:
+def tile_for(hidden_XH: Tensor) -> Tile:
     """Half precision runs on the tensor cores, float32 in full precision does not and wants small tiles.
 
     The wide tile needs 144 KB of shared memory, which data-centre GPUs have; it spills a few registers
     outside of the inner loop and reads a third less from the cache than the next smaller one.
     """
     if hidden_XH.dtype == torch.float32 or not hidden_XH.is_cuda:
-        return _Tile(32, 64, 32, 4, 2)
+        return Tile(32, 64, 32, 4, 2)
     if hidden_XH.shape[0] <= 64:
-        return _Tile(64, 128, 64, 4, 3)
+        return Tile(64, 128, 64, 4, 3)
     major, minor = torch.cuda.get_device_capability(hidden_XH.device)
     if (major, minor) == (8, 0) or major in (9, 10):
-        return _Tile(128, 256, 64, 8, 3)
-    return _Tile(128, 128, 64, 8, 3 if major >= 8 else 2)
+        return Tile(128, 256, 64, 8, 3)
+    return Tile(128, 128, 64, 8, 3 if major >= 8 else 2)
 
 
 def _precision(dtype: torch.dtype) -> str:
@@ -162,7 +162,7 @@ def forward(
     """Chosen logits `picked_XN`, and per vocabulary split the log-sum-exp and mean logit, `(X, S)` each."""
     (X, H), (V, _), N = hidden_XH.shape, weight_VH.shape, tokens_XN.shape[1]
     weight_VH = weight_VH.contiguous()
-    tile = _tile(hidden_XH)
+    tile = tile_for(hidden_XH)
     row_tiles, vocabulary_tiles = triton.cdiv(X, tile.x), triton.cdiv(V, tile.v)
     wanted = max(1, min(vocabulary_tiles, PROGRAMS // row_tiles))
     per_split = triton.cdiv(vocabulary_tiles, wanted)
@@ -196,7 +196,7 @@ def logit_gradient(
         grad_XN: ∂L/∂logprob, float32.
     """
     (X, H), (C, _), N = hidden_XH.shape, weight_CH.shape, tokens_XN.shape[1]
-    tile = _tile(hidden_XH)
+    tile = tile_for(hidden_XH)
     _gradient_kernel[(triton.cdiv(X, tile.x), triton.cdiv(C, tile.v))](
         hidden_XH, weight_CH, bias_C, tokens_XN, lse_X1, grad_XN, out_XC,
         X, C, H, 1.0 / temperature,
@@ -204,7 +204,7 @@ def logit_gradient(
     )  # fmt: skip
 
 
-def _constants(hidden_XH: Tensor, bias: Tensor | None, tile: _Tile) -> dict[str, int | bool | str]:
+def _constants(hidden_XH: Tensor, bias: Tensor | None, tile: Tile) -> dict[str, int | bool | str]:
     return {
         "HAS_BIAS": bias is not None,
         "EVEN_H": hidden_XH.shape[1] % tile.h == 0,

@@ -51,7 +51,7 @@ def test_the_tile_follows_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     widths = {}
     for capability in ((7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device, found=capability: found)
-        tile = kernels._tile(Hidden())
+        tile = kernels.tile_for(Hidden())
         widths[capability] = (tile.x + tile.v) * tile.h * 2 * tile.stages  # bytes of operands in flight
     limit = {(7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (9, 0): 227, (10, 0): 227, (12, 0): 99}
     assert all(used <= limit[capability] * 1024 for capability, used in widths.items()), widths
