@@ -15,10 +15,11 @@ from torch import Tensor
 
 from ebft_core import RewardOutput, group_advantages
 from ebft_core.advantages import own_advantages, total_advantages
-from ebft_core.config import OwnRewardConfig
+from ebft_core.config import OwnRewardConfig, RunConfig
 from ebft_core.errors import UserError
 from ebft_core.losses import policy_gradient_loss
 from ebft_core.own_rewards import OwnRewards, combine_own, fingerprint_rewards
+from ebft_core.runs import plan_run
 from tests.trl_fixtures import letters_tokenizer, tiny_llama
 
 MODULE = """
@@ -202,6 +203,22 @@ def test_fingerprint_follows_the_file(module: str, tmp_path: Path) -> None:
     assert len(before) == 2
     (tmp_path / "my_rewards.py").write_text(MODULE + "\n# changed\n")
     assert set(before).isdisjoint(fingerprint_rewards(configs))
+
+
+def test_an_edited_function_trains_anew_and_nothing_before(module: str, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    config = RunConfig.model_validate(
+        {
+            "model": {"from_scratch": {"sources": [str(tmp_path / "a.txt")]}},
+            "data": {"sources": [{"path": str(tmp_path / "a.txt")}]},
+            "rewards": [{"module": "my_rewards:length"}],
+        }
+    )
+    before = {stage.name: stage.key for stage in plan_run(config).stages}
+    (tmp_path / "my_rewards.py").write_text(MODULE + "\n# changed\n")
+    after = {stage.name: stage.key for stage in plan_run(config).stages}
+    changed = {name for name, key in before.items() if after[name] != key}
+    assert changed == set(before) - {"prepare_base", "tokenize"}
 
 
 def test_planning_needs_no_torch() -> None:
