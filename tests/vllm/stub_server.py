@@ -9,7 +9,7 @@ Faults are read, at the start and at every request, from the JSON file that EBFT
 
     start_delay: s        listen only after s seconds      die_at_start: text    say text and exit with 1
     die_after: s          exit with 1 after s seconds      ignore_sigterm: true  only SIGKILL helps
-    hang: true            no request is answered           hang_engine: true     nothing but /health and /metrics
+    hang: true            no request is answered           hang_engine: true     only /health and /metrics
     slow: s               s seconds per sampled token      model_name: text      another name in /v1/models
     refuse_lora: text     400 with that message            only_start: n         faults of the n-th start only
     fail: {path: {kind: reset | cut | garbage | drip | <status>, times: n}}     the next n requests of a path
