@@ -1,29 +1,32 @@
-"""Log-probabilities of generated and document tokens from one packed forward.
+"""Log-probabilities of generated and document tokens.
 
 log π(token | …) = log softmax(logits / τ)[token], with the τ the sampler used. The predictor of
 (b, j, 0) is document position a_b - 1, the predictor of (b, j, s > 0) is (b, j, s - 1). It is never
 "the previous row of the packed tensor", which for s = 0 would be another block's token.
 
-The head runs on predictor positions only, in chunks that are recomputed in the backward pass, so no
-(T, V) tensor ever exists. The N samples of an anchor share their first predictor, which is computed
-once. The last token of a block predicts nothing and is not fed. Legend: see `geometry.py`.
+The head runs on predictor positions only, in chunks, so no (T, V) tensor ever exists. The N samples of
+an anchor share their first predictor, which is computed once; so does everything after it for samples
+with equal tokens. The last token of a block predicts nothing and is not fed. Legend: see `geometry.py`;
+X chosen blocks (`blocks.py`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
-from ebft_core.attention import PackedAttention, run_backbone
-from ebft_core.attention.packed import Backend
+from ebft_core.attention import Backend
+from ebft_core.blocks import BlockChoice, Blocks, choose_blocks, first_duplicates, parts_of
+from ebft_core.forward import Documents, block_phase, document_phase, tokens_per_forward
 from ebft_core.geometry import count_positions, pack_layout
-from ebft_core.model_parts import backbone_of, head_of, prepare_for_packing
+from ebft_core.kernels.selective_logprob import plain_head, score_logits, selective_logprob
+from ebft_core.model_parts import head_of, prepare_for_packing
 
-HEAD_ROWS = 1024
-"""Positions per call of the head: bounds the logits that exist at once."""
+HEAD_ROWS = 512
+"""Positions per call of a head that is not a plain matrix: bounds the logits that exist at once."""
 
 IGNORE = -100
 """Label of a token without supervision."""
@@ -34,7 +37,7 @@ class PackedOutput:
     """What one packed forward yields.
 
     Attributes:
-        logprob_RANG: log-probabilities of the generated tokens at τ; 0 at anchors that are -1.
+        logprob_RANG: log-probabilities of the generated tokens at τ; 0 where there is no action.
         entropy_RANG: entropy of the distributions they were scored with, in nats; no gradient.
         label_logprob_RL: log-probability at temperature 1 of every supervised document token, 0
             elsewhere; None when no labels were given.
@@ -54,13 +57,15 @@ def packed_logprobs(
     temperature: float,
     document_ids_RL: Tensor | None = None,
     attention: Backend = "sdpa",
+    blocks: Blocks | None = None,
 ) -> Tensor:
-    """Log-probabilities `logprob_RANG` of the blocks: float32, differentiable, 0 at anchors that are -1.
+    """Log-probabilities `logprob_RANG` of the blocks: float32, differentiable, 0 where there is no action.
 
     Args:
         temperature: τ > 0, the sampler's.
         document_ids_RL: documents of packed rows, -1 = padding; None: one document per row.
         attention: `sdpa` or `flex`.
+        blocks: lengths and actions of the blocks; None: every token at a real anchor is an action.
 
     Raises:
         UserError: the architecture is not supported. ValueError: temperature is not positive.
@@ -83,6 +88,7 @@ def packed_logprobs(
         temperature=temperature,
         document_ids_RL=document_ids_RL,
         attention=attention,
+        blocks=blocks,
     ).logprob_RANG
 
 
@@ -96,6 +102,7 @@ def packed_forward(
     labels_RL: Tensor | None = None,
     document_ids_RL: Tensor | None = None,
     attention: Backend = "sdpa",
+    blocks: Blocks | None = None,
 ) -> PackedOutput:
     """`packed_logprobs` with what else the same forward can tell: entropies and label log-probabilities.
 
@@ -105,84 +112,162 @@ def packed_forward(
     """
     if temperature <= 0:
         raise ValueError(f"log-probabilities need temperature > 0, got {temperature}")
-    R, L = input_ids_RL.shape
-    _, A, N, G = tokens_RANG.shape
-    prepare_for_packing(model, count_positions(L, anchors_RA, G))
-    layout = pack_layout(anchors_RA, N, G - 1, L, document_ids_RL)
-    fed_RX = tokens_RANG[..., :-1].reshape(R, A * N * (G - 1))
-    packed_RT = torch.cat([input_ids_RL, fed_RX], dim=1)
-    plan = PackedAttention(layout, attention)
-    hidden_RTH = run_backbone(backbone_of(model), packed_RT, layout.position_RT, plan)
-    H = hidden_RTH.shape[-1]
-    head = head_of(model)
-
-    before_RA = (anchors_RA - 1).clamp(min=0)
-    first_RAH = hidden_RTH[:, :L].gather(1, before_RA[..., None].expand(R, A, H))
-    first_XN, entropy_X1 = token_logprobs(
-        head, first_RAH.reshape(R * A, H), tokens_RANG[..., 0].reshape(R * A, N), temperature
-    )
-    later_XH = hidden_RTH[:, L:].reshape(R * A * N * (G - 1), H)
-    later_X1, entropy_later_X1 = token_logprobs(
-        head, later_XH, tokens_RANG[..., 1:].reshape(-1, 1), temperature
-    )
-    valid_RA11 = layout.valid_RA[:, :, None, None]
-    logprob = torch.cat([first_XN.view(R, A, N, 1), later_X1.view(R, A, N, G - 1)], dim=-1)
-    entropy = torch.cat(
-        [entropy_X1.view(R, A, 1, 1).expand(R, A, N, 1), entropy_later_X1.view(R, A, N, G - 1)], dim=-1
-    )
+    blocks = Blocks.full(tokens_RANG, anchors_RA) if blocks is None else blocks
+    prepare_for_packing(model, count_positions(input_ids_RL.shape[1], anchors_RA, tokens_RANG.shape[3]))
+    phase, documents = document_phase(input_ids_RL, document_ids_RL, attention)
+    hidden_RLH, head = phase.run(model), head_of(model)
+    first, entropy_first = first_token_logprobs(head, hidden_RLH, anchors_RA, tokens_RANG, temperature)
+    later, entropy_later = _later_tokens(model, documents, anchors_RA, blocks, temperature)
+    logprob = torch.cat([first[..., None], later], dim=-1)
+    entropy = torch.cat([entropy_first[..., None], entropy_later], dim=-1)
+    labels = None
+    if labels_RL is not None:
+        labels = label_logprobs(head, hidden_RLH, scored_labels(labels_RL, document_ids_RL))
     return PackedOutput(
-        logprob_RANG=torch.where(valid_RA11, logprob, 0.0),
-        entropy_RANG=torch.where(valid_RA11, entropy, 0.0),
-        label_logprob_RL=None
-        if labels_RL is None
-        else _label_logprobs(head, hidden_RTH[:, :L], _scored_labels(labels_RL, layout.position_RT[:, :L])),
+        logprob_RANG=torch.where(blocks.action_RANG, logprob, 0.0),
+        entropy_RANG=torch.where(blocks.action_RANG, entropy, 0.0),
+        label_logprob_RL=labels,
     )
+
+
+def first_token_logprobs(
+    head: nn.Module, hidden_RLH: Tensor, anchors_RA: Tensor, tokens_RANG: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies `(R, A, N)` of each block's first token, from the document alone."""
+    R, A, N, _ = tokens_RANG.shape
+    hidden_XH = before_anchors(hidden_RLH, anchors_RA).flatten(0, 1)
+    tokens_XN = tokens_RANG[..., 0].reshape(R * A, N)
+    logprob_XN, entropy_X1 = token_logprobs(head, hidden_XH, tokens_XN, temperature)
+    return logprob_XN.view(R, A, N), entropy_X1.view(R, A, 1).expand(R, A, N)
+
+
+def before_anchors(hidden_RLH: Tensor, anchors_RA: Tensor) -> Tensor:
+    """Document hidden states `(R, A, H)` that predict the blocks' first tokens."""
+    before_RA1 = (anchors_RA - 1).clamp(min=0)[..., None]
+    return hidden_RLH.gather(1, before_RA1.expand(-1, -1, hidden_RLH.shape[-1]))
+
+
+@dataclass(frozen=True)
+class BlockPart:
+    """Some chosen blocks after their forward pass.
+
+    Attributes:
+        where: their slice of the chosen blocks.
+        hidden_RXSH: hidden states of the tokens fed: state s predicts token s + 1.
+        next_RXS: the tokens predicted.
+    """
+
+    where: slice
+    hidden_RXSH: Tensor
+    next_RXS: Tensor
+
+
+def block_parts(
+    model: nn.Module,
+    documents: Documents,
+    anchors_RA: Tensor,
+    blocks: Blocks,
+    choice: BlockChoice,
+    max_tokens: int | None = None,
+) -> Iterator[BlockPart]:
+    """Forward passes of the chosen blocks, part by part, each as wide as its longest block."""
+    tokens_RXG, length_RX = choice.pick(blocks.tokens_RANG), choice.pick(blocks.length_RAN)
+    anchors_RX = choice.pick_anchors(anchors_RA, blocks.tokens_RANG.shape[2])
+    limit = tokens_per_forward(tokens_RXG.device, max_tokens)
+    for part in parts_of(anchors_RX, tokens_RXG.shape[2] - 1, limit):
+        width = int(length_RX[:, part].max()) - 1
+        if width < 1:
+            continue
+        fed_RXS = tokens_RXG[:, part, :width]
+        hidden_RTH = block_phase(documents, anchors_RX[:, part], fed_RXS).run(model)
+        yield BlockPart(part, hidden_RTH.unflatten(1, fed_RXS.shape[1:]), tokens_RXG[:, part, 1 : width + 1])
+
+
+def choose_actions(
+    anchors_RA: Tensor, blocks: Blocks, wanted_RAN: Tensor | None = None, *, merge: bool = True
+) -> BlockChoice:
+    """Distinct blocks at real anchors that hold at least two tokens (the first needs no forward).
+
+    Args:
+        wanted_RAN: blocks that are needed; None: all.
+        merge: one block stands for all samples of its group that have its tokens.
+    """
+    used_RAN = (anchors_RA >= 0)[..., None] & (blocks.length_RAN > 1)
+    if wanted_RAN is not None:
+        used_RAN = used_RAN & wanted_RAN
+    itself = torch.arange(used_RAN.shape[2], device=used_RAN.device).expand_as(used_RAN)
+    first_RAN = first_duplicates(blocks.tokens_RANG, blocks.length_RAN) if merge else itself
+    return choose_blocks(first_RAN, used_RAN)
+
+
+def _later_tokens(
+    model: nn.Module, documents: Documents, anchors_RA: Tensor, blocks: Blocks, temperature: float
+) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies `(R, A, N, G-1)` of all tokens but the first."""
+    N, width = blocks.tokens_RANG.shape[2], blocks.tokens_RANG.shape[3] - 1
+    choice, head = choose_actions(anchors_RA, blocks), head_of(model)
+    results: list[tuple[Tensor, Tensor]] = []
+    for part in block_parts(model, documents, anchors_RA, blocks, choice):
+        logprob_RXS, entropy_RXS = part_logprobs(head, part, temperature)
+        missing = (0, width - logprob_RXS.shape[2])
+        results.append(
+            (
+                torch.nn.functional.pad(logprob_RXS, missing),
+                torch.nn.functional.pad(entropy_RXS, missing),
+            )
+        )
+    if not results:
+        nothing = torch.zeros(*blocks.length_RAN.shape, width, device=blocks.length_RAN.device)
+        return nothing, nothing
+    logprobs, entropies = (torch.cat(parts, dim=1) for parts in zip(*results, strict=True))
+    return choice.spread(logprobs, N), choice.spread(entropies, N)
+
+
+def part_logprobs(head: nn.Module, part: BlockPart, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probabilities and entropies `(R, X, S)` of the tokens that a part predicts."""
+    shape = part.next_RXS.shape
+    logprob_X1, entropy_X1 = token_logprobs(
+        head, part.hidden_RXSH.flatten(0, 2), part.next_RXS.reshape(-1, 1), temperature
+    )
+    return logprob_X1.view(shape), entropy_X1.view(shape)
 
 
 def token_logprobs(
     head: nn.Module, hidden_XH: Tensor, tokens_XN: Tensor, temperature: float
 ) -> tuple[Tensor, Tensor]:
     """Log-probabilities `(X, N)` of N tokens per hidden state; entropies `(X, 1)` without gradient."""
-    X, N = tokens_XN.shape
-    if X == 0:
-        return hidden_XH.new_zeros(0, N, dtype=torch.float32), hidden_XH.new_zeros(0, 1, dtype=torch.float32)
-    chunks = []
-    for start in range(0, X, HEAD_ROWS):
-        part = slice(start, start + HEAD_ROWS)
-        chunks.append(
-            checkpoint(_score, head, hidden_XH[part], tokens_XN[part], temperature, use_reentrant=False)
-            if torch.is_grad_enabled()
-            else _score(head, hidden_XH[part], tokens_XN[part], temperature)
+    matrix = plain_head(head)
+    if matrix is not None:
+        return selective_logprob(hidden_XH, matrix[0], tokens_XN, temperature, matrix[1])
+    if hidden_XH.shape[0] == 0:
+        return selective_logprob(
+            hidden_XH, hidden_XH.new_zeros(1, hidden_XH.shape[1]), tokens_XN, temperature
         )
+    chunks = [
+        score_logits(head(rows_XH), tokens, temperature)
+        for rows_XH, tokens in zip(hidden_XH.split(HEAD_ROWS), tokens_XN.split(HEAD_ROWS), strict=True)
+    ]
     logprobs, entropies = zip(*chunks, strict=True)
     return torch.cat(logprobs), torch.cat(entropies)
 
 
-def _score(
-    head: nn.Module, hidden_XH: Tensor, tokens_XN: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
-    logits_XV = head(hidden_XH).float() / temperature
-    normaliser_X1 = logits_XV.logsumexp(dim=-1, keepdim=True)
-    with torch.no_grad():
-        mean_logit_X1 = (torch.exp(logits_XV - normaliser_X1) * logits_XV).sum(dim=-1, keepdim=True)
-        entropy_X1 = normaliser_X1 - mean_logit_X1
-    return logits_XV.gather(-1, tokens_XN) - normaliser_X1, entropy_X1.detach()
-
-
-def _scored_labels(labels_RL: Tensor, position_RL: Tensor) -> Tensor:
+def scored_labels(labels_RL: Tensor, document_ids_RL: Tensor | None) -> Tensor:
     """Labels without the first token of each document: nothing in its own document predicts it."""
-    return labels_RL.masked_fill(position_RL == 0, IGNORE)
+    layout = pack_layout(labels_RL[:, :0], 1, 1, labels_RL.shape[1], document_ids_RL)
+    return labels_RL.masked_fill(layout.position_RT == 0, IGNORE)
 
 
 def count_scored_labels(labels_RL: Tensor, document_ids_RL: Tensor | None) -> int:
-    """Tokens that `packed_forward` scores for `labels_RL`: the denominator of the cross-entropy."""
-    layout = pack_layout(
-        labels_RL.new_empty(labels_RL.shape[0], 0), 1, 1, labels_RL.shape[1], document_ids_RL
-    )
-    return int((_scored_labels(labels_RL, layout.position_RT) != IGNORE).sum())
+    """Tokens that are scored for `labels_RL`: the denominator of the cross-entropy."""
+    return int((scored_labels(labels_RL, document_ids_RL) != IGNORE).sum())
 
 
-def _label_logprobs(head: nn.Module, hidden_RLH: Tensor, labels_RL: Tensor) -> Tensor:
+def label_logprobs(head: nn.Module, hidden_RLH: Tensor, labels_RL: Tensor) -> Tensor:
+    """Log-probabilities at temperature 1 of the labels, `(R, L)`, 0 where there is none.
+
+    Args:
+        labels_RL: from `scored_labels`; label i is predicted by position i - 1.
+    """
     rows, positions = (labels_RL != IGNORE).nonzero(as_tuple=True)
     hidden_XH = hidden_RLH[rows, positions - 1]
     logprob_X1, _ = token_logprobs(head, hidden_XH, labels_RL[rows, positions][:, None], 1.0)

@@ -7,11 +7,13 @@ into micro-batches changes nothing. Legend: see `geometry.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ebft_core.blocks import BlockChoice
 from ebft_core.whitening import gram_of
 
 
@@ -50,14 +52,83 @@ def cfm_from_gram(gram: Tensor) -> CfmOutput:
     return CfmOutput(biased, biased - variance / N)
 
 
-def policy_gradient_loss(advantage_RAN: Tensor, logprob_RANG: Tensor, action_count: int) -> Tensor:
-    """-Σ advantage · log π / action tokens of the optimiser batch (REINFORCE; one update per rollout).
+@dataclass(frozen=True)
+class TokenTerms:
+    """What the loss of each generated token is made of; tensors of one shape, without gradient.
+
+    Attributes:
+        weight: advantage times importance weight, 0 where there is no action.
+        samples: samples behind the token: 1 at an action, 0 elsewhere, more where equal ones were merged.
+        reference: log-probabilities of the frozen reference, for the KL penalty.
+        old_logprob: log-probabilities when the rollout was scored; set where it is used more than once.
+        clip: range of the policy ratio below and above 1, with `old_logprob`.
+    """
+
+    weight: Tensor
+    samples: Tensor
+    reference: Tensor | None = None
+    old_logprob: Tensor | None = None
+    clip: tuple[float, float] = (0.2, 0.2)
+
+    @property
+    def active(self) -> Tensor:
+        """Tokens that have a gradient."""
+        return (self.samples > 0) if self.reference is not None else (self.weight != 0)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> TokenTerms:
+        """The same change made to every tensor."""
+        changed = {name: change(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **changed)  # type: ignore[arg-type]
+
+    def merged(self, choice: BlockChoice) -> TokenTerms:
+        """Terms `(R, X, …)` of the chosen blocks, each with what it stands for."""
+        picked = {name: choice.pick(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        picked |= {"weight": choice.sum(self.weight), "samples": choice.sum(self.samples)}
+        return replace(self, **picked)  # type: ignore[arg-type]
+
+
+class TokenLosses(NamedTuple):
+    """Policy-gradient loss and KL penalty of some tokens, as shares of the optimiser batch's means."""
+
+    rl: Tensor
+    kl: Tensor
+
+
+def token_losses(logprob: Tensor, terms: TokenTerms, kl_estimator: str, action_count: int) -> TokenLosses:
+    """Losses of generated tokens whose log-probabilities (any shape) carry the gradient."""
+    if terms.old_logprob is None:
+        rl = policy_gradient_loss(terms.weight, logprob, action_count)
+    else:
+        rl = clipped_policy_loss(terms.weight, logprob, terms.old_logprob, terms.clip, action_count)
+    if terms.reference is None:
+        return TokenLosses(rl, rl.new_zeros(()))
+    return TokenLosses(
+        rl, kl_penalty(logprob, terms.reference, kl_estimator, action_count, samples=terms.samples)
+    )
+
+
+def policy_gradient_loss(weight: Tensor, logprob: Tensor, action_count: int) -> Tensor:
+    """-Σ weight · log π / action tokens of the optimiser batch (REINFORCE; one update per rollout).
 
     Args:
-        logprob_RANG: 0 where there is no action, so such tokens contribute nothing.
+        weight: advantages, per token or (one axis less) per block; 0 where there is no action.
         action_count: action tokens of the whole optimiser batch.
     """
-    return -(advantage_RAN[..., None] * logprob_RANG).sum() / max(action_count, 1)
+    if weight.dim() < logprob.dim():
+        weight = weight[..., None]
+    return -(weight * logprob).sum() / max(action_count, 1)
+
+
+def clipped_policy_loss(
+    weight: Tensor, logprob: Tensor, old_logprob: Tensor, clip: tuple[float, float], action_count: int
+) -> Tensor:
+    """PPO's clipped surrogate: -Σ min(r · weight, clamp(r, 1-ε, 1+ε') · weight) / action tokens.
+
+    With r = π / π_old; at r = 1 its gradient is that of `policy_gradient_loss`.
+    """
+    ratio = (logprob - old_logprob).exp()
+    clamped = ratio.clamp(1.0 - clip[0], 1.0 + clip[1])
+    return -torch.minimum(ratio * weight, clamped * weight).sum() / max(action_count, 1)
 
 
 def cross_entropy_loss(label_logprob_RL: Tensor, label_count: int) -> Tensor:
@@ -65,19 +136,30 @@ def cross_entropy_loss(label_logprob_RL: Tensor, label_count: int) -> Tensor:
     return -label_logprob_RL.sum() / max(label_count, 1)
 
 
-def kl_penalty(logprob_RANG: Tensor, reference_RANG: Tensor, estimator: str, action_count: int) -> Tensor:
+def kl_penalty(
+    logprob: Tensor,
+    reference: Tensor,
+    estimator: str,
+    action_count: int,
+    *,
+    samples: Tensor | None = None,
+) -> Tensor:
     """Penalty towards the frozen reference on action tokens; its gradient is the gradient of the loss.
 
     With ratio r = π_ref / π: k1 = -log r, k2 = (log r)² / 2, k3 = r - 1 - log r. As a *loss* on samples of
     the policy, the gradient of k1 is zero in expectation, the gradient of k2 is that of the reverse
     KL, and k3's is that of the forward KL; k1 is meant for reporting.
 
+    Args:
+        samples: samples behind each token, 0 where there is no action; None: 1.
+
     Raises:
         ValueError: unknown estimator.
     """
     if estimator not in KL_ESTIMATORS:
         raise ValueError(f"unknown kl_estimator {estimator!r}; known: {', '.join(KL_ESTIMATORS)}")
-    return KL_ESTIMATORS[estimator](reference_RANG - logprob_RANG).sum() / max(action_count, 1)
+    penalty = KL_ESTIMATORS[estimator](reference - logprob)
+    return (penalty if samples is None else penalty * samples).sum() / max(action_count, 1)
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {

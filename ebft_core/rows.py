@@ -27,6 +27,8 @@ class RowBatch:
         document_ids_RL: document of each token, -1 = padding; None when every row is one document.
         anchors_RA: int64, -1 = none.
         row_ids_R: the rows' numbers in their dataset (seeds of their random numbers).
+        is_target_RL: tokens the policy itself would write; None: all of them (as far as pooling goes).
+        target_length_RA: tokens of each anchor's ground truth; None: as many as are generated.
     """
 
     input_ids_RL: Tensor
@@ -34,17 +36,17 @@ class RowBatch:
     document_ids_RL: Tensor | None
     anchors_RA: Tensor
     row_ids_R: Tensor
+    is_target_RL: Tensor | None = None
+    target_length_RA: Tensor | None = None
 
     def to(self, device: torch.device) -> RowBatch:
         """The same batch on another device (the row numbers stay on the CPU)."""
-        ids = self.document_ids_RL
-        return replace(
-            self,
-            input_ids_RL=self.input_ids_RL.to(device),
-            labels_RL=self.labels_RL.to(device),
-            document_ids_RL=None if ids is None else ids.to(device),
-            anchors_RA=self.anchors_RA.to(device),
-        )
+        moved: dict[str, Any] = {
+            name: value.to(device)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor) and name != "row_ids_R"
+        }
+        return replace(self, **moved)
 
     @property
     def num_groups(self) -> int:

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from ebft_core import extract_features, packed_logprobs, rollout
-from ebft_core.attention import use_ebft_attention
+from ebft_core.attention import flex, use_ebft_attention
 from ebft_core.errors import UserError
 from ebft_core.geometry import pack_layout
 from ebft_core.masks import dense_mask
@@ -39,13 +39,37 @@ def test_flex_and_sdpa_agree(documents: torch.Tensor | None) -> None:
     model = tiny_llama().eval()
     ids, tokens = _inputs()
     with torch.no_grad():
-        sdpa, flex = (
+        by_sdpa, by_flex = (
             packed_logprobs(
                 model, ids, ANCHORS, tokens, temperature=0.7, document_ids_RL=documents, attention=backend
             )
             for backend in ("sdpa", "flex")
         )
-    torch.testing.assert_close(sdpa, flex, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(by_sdpa, by_flex, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one_document", "packed"])
+@pytest.mark.parametrize("phase", ["documents", "blocks"])
+def test_tiles_hold_every_visible_score(
+    monkeypatch: pytest.MonkeyPatch, documents: torch.Tensor | None, phase: str
+) -> None:
+    """No visible score outside the named tiles; nothing masked inside the tiles that are taken whole."""
+    for tile in (3, 4, 7):
+        monkeypatch.setattr(flex, "TILE", tile)
+        anchors = ANCHORS[:, :0] if phase == "documents" else ANCHORS
+        layout = pack_layout(anchors, 3, 4, 30, documents)
+        first = 0 if phase == "documents" else 30
+        partial, full = flex.tiles(layout, first)
+        T = layout.document_RT.shape[1]
+        seen = dense_mask(layout, torch.arange(first, T))[:, 0]
+        assert not (partial & full).any()
+        named = (partial | full).repeat_interleave(tile, 1).repeat_interleave(tile, 2)
+        whole = full.repeat_interleave(tile, 1).repeat_interleave(tile, 2)
+        assert not (seen & ~named[:, : T - first, :T]).any()
+        assert not (whole[:, : T - first, :T] & ~seen).any()
+        if documents is None and tile == 3:
+            assert full.any()
+            assert (~named).sum() > named.numel() // 4  # most of what is masked is never touched
 
 
 def test_chunks_cover_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +147,7 @@ def test_features_stop_at_the_deepest_layer() -> None:
         layer.register_forward_pre_hook(lambda *_, i=index: calls.append(i))
     model.lm_head.register_forward_pre_hook(lambda *_: calls.append("head"))
     extract_features(model, ids, ANCHORS, tokens, feature_layers=[0.25, 0.5], embed_method="last_token")
-    assert calls == [0, 1]
+    assert calls == [0, 1, 0, 1]  # documents, then blocks
 
 
 def _sliding_mistral() -> torch.nn.Module:

@@ -28,58 +28,84 @@ _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 def packed_attention(
     query_RHTK: Tensor, key_RJTK: Tensor, value_RJTK: Tensor, plan: ChunkPlan, scale: float
 ) -> Tensor:
-    """Attention output `(R, H, T, K)` under the mask rule; differentiable."""
+    """Attention output of the queries under the mask rule; differentiable.
+
+    Queries are the documents' tokens where the plan has no chunks, else the blocks' tokens, whose keys
+    and values follow those of the documents: `(R, J, L + X, K)`.
+    """
     return _PackedAttention.apply(query_RHTK, key_RJTK, value_RJTK, plan, scale)
 
 
 class _PackedAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan, scale: float) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-        output = torch.empty_like(query, memory_format=torch.contiguous_format)
-        lse = torch.empty(query.shape[:3], dtype=torch.float32)
-        L = plan.length
-        q, k, v = query[:, :, :L], _repeat(key[:, :, :L], groups), _repeat(value[:, :, :L], groups)
-        mask = plan.document_mask
-        output[:, :, :L], lse[:, :, :L] = _flash(q, k, v, 0.0, mask is None, attn_mask=mask, scale=scale)
-        for chunk in plan.chunks:
-            own = slice(chunk.start, chunk.stop)
-            o, z = _chunk_forward(query[:, :, own], key, value, chunk, plan.block_length, scale)
-            output[:, :, own], lse[:, :, own] = o, z
-        ctx.save_for_backward(query, key, value, output, lse)
         ctx.plan, ctx.scale = plan, scale
+        if not plan.chunks:
+            output, lse = _document_forward(query, key, value, plan, scale)
+        else:
+            output = torch.empty_like(query, memory_format=torch.contiguous_format)
+            lse = torch.empty(query.shape[:3], dtype=torch.float32)
+            for chunk in plan.chunks:
+                own = slice(chunk.start - plan.length, chunk.stop - plan.length)
+                output[:, :, own], lse[:, :, own] = _chunk_forward(
+                    query[:, :, own], key, value, chunk, plan.block_length, scale
+                )
+        ctx.save_for_backward(query, key, value, output, lse)
         return output
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, lse = ctx.saved_tensors
         plan, scale, (grad,) = ctx.plan, ctx.scale, gradients
-        groups = query.shape[1] // key.shape[1]
+        if not plan.chunks:
+            return (*_document_backward((query, output, lse, grad), key, value, plan, scale), None, None)
         d_query = torch.empty_like(query, memory_format=torch.contiguous_format)
         d_key, d_value = torch.zeros_like(key), torch.zeros_like(value)
-        L, mask = plan.length, plan.document_mask
-        dq, dk, dv = _flash_backward(
-            grad[:, :, :L].contiguous(),
-            query[:, :, :L],
-            _repeat(key[:, :, :L], groups),
-            _repeat(value[:, :, :L], groups),
-            output[:, :, :L].contiguous(),
-            lse[:, :, :L].contiguous(),
-            0.0,
-            mask is None,
-            attn_mask=mask,
-            scale=scale,
-        )
-        d_query[:, :, :L] = dq
-        d_key[:, :, :L] += dk.unflatten(1, (-1, groups)).sum(dim=2)
-        d_value[:, :, :L] += dv.unflatten(1, (-1, groups)).sum(dim=2)
         for chunk in plan.chunks:
-            own = slice(chunk.start, chunk.stop)
+            own = slice(chunk.start - plan.length, chunk.stop - plan.length)
             parts = tuple(x[:, :, own] for x in (query, output, lse, grad))
             d_query[:, :, own] = _chunk_backward(
                 parts, key, value, d_key, d_value, chunk, plan.block_length, scale
             )
         return d_query, d_key, d_value, None, None
+
+
+def _document_forward(
+    query: Tensor, key: Tensor, value: Tensor, plan: ChunkPlan, scale: float
+) -> tuple[Tensor, Tensor]:
+    groups, mask = query.shape[1] // key.shape[1], plan.document_mask
+    output, lse = _flash(
+        query,
+        _repeat(key, groups),
+        _repeat(value, groups),
+        0.0,
+        mask is None,
+        attn_mask=mask,
+        scale=scale,
+    )
+    return output, lse
+
+
+def _document_backward(
+    parts: tuple[Tensor, ...], key: Tensor, value: Tensor, plan: ChunkPlan, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    query, output, lse, grad = parts
+    groups, mask = query.shape[1] // key.shape[1], plan.document_mask
+    d_query, d_key, d_value = _flash_backward(
+        grad,
+        query,
+        _repeat(key, groups),
+        _repeat(value, groups),
+        output,
+        lse,
+        0.0,
+        mask is None,
+        attn_mask=mask,
+        scale=scale,
+    )
+    if groups > 1:
+        d_key, d_value = (x.unflatten(1, (-1, groups)).sum(dim=2) for x in (d_key, d_value))
+    return d_query, d_key, d_value
 
 
 def _chunk_forward(

@@ -19,7 +19,8 @@ from ebft_core.bench.cost_model import StepShape
 from ebft_core.config import EBFTConfig
 from ebft_core.geometry import place_anchors
 from ebft_core.rows import RowBatch
-from ebft_core.trainers.step import count_batch, generate, losses, score
+from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
+from ebft_core.trainers.update import BatchCounts, accumulate_gradients
 
 PHASES = ("rollout", "features", "update")
 
@@ -73,21 +74,14 @@ def timed_step(
     uniforms = uniforms_for(batch, config)
     policy.zero_grad(set_to_none=True)
     start = clock()
-    tokens_RANG = generate(policy, batch, config, uniforms)
+    blocks = generate(policy, batch, config, uniforms)
     rolled_out = clock()
-    scored = score(feature_model, batch, tokens_RANG, config, attention)
+    scored = score(feature_model, batch, blocks, config, attention)
     featured = clock()
     policy.train()
-    output = losses(
-        policy,
-        batch,
-        tokens_RANG,
-        scored.advantage_RAN,
-        config,
-        count_batch(batch, config),
-        attention=attention,
-    )
-    output.loss.backward()
+    counts = BatchCounts(count_actions(batch, config), count_labels(batch, config))
+    terms = token_terms(scored, batch, config, attention=attention, reference=feature_model)
+    accumulate_gradients(policy, batch, blocks, terms, config, counts, attention=attention)
     return PhaseTimes(rolled_out - start, featured - rolled_out, clock() - featured)
 
 

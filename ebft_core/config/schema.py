@@ -151,6 +151,9 @@ class TrainerConfig(Section):
     """Gradient norm clipping."""
     micro_batch_size: PositiveInt = 1
     """Rows per forward pass."""
+    tokens_per_forward: PositiveInt | None = None
+    """Generated tokens per forward pass: bounds the memory of activations. Unset: 1024 on a CPU, 16384 on
+    a GPU."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per optimiser step; unset: from `batch_size`, or 1."""
     batch_size: PositiveInt | None = None

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ebft_core.attention.packed import Backend
+from ebft_core.blocks import first_duplicates
 from ebft_core.config import RunConfig
 from ebft_core.evaluation.records import BlockRecord, LikelihoodRecord, Measurements
-from ebft_core.features import extract_features, first_duplicates
+from ebft_core.features import extract_features
 from ebft_core.geometry import NO_ANCHOR, pack_layout
 from ebft_core.logprobs import IGNORE, PackedOutput, packed_forward
 from ebft_core.losses import cfm

@@ -144,9 +144,7 @@ class _ScoreLogits(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, logits_XV: Tensor, tokens_XN: Tensor, temperature: float
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, logits_XV: Tensor, tokens_XN: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         scaled_XV = logits_XV if temperature == 1 else logits_XV / temperature
         probs_XV = scaled_XV.softmax(dim=-1)
         highest_X1, where_X1 = scaled_XV.max(dim=-1, keepdim=True)

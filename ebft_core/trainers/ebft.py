@@ -35,7 +35,8 @@ from ebft_core.stop import StopSignal
 from ebft_core.trainers import checkpoints
 from ebft_core.trainers.ema import WeightAverage, load_trainable, trainable_state
 from ebft_core.trainers.metrics import StepSums, peak_memory_mb
-from ebft_core.trainers.step import BatchCounts, count_batch, generate, losses, score
+from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
+from ebft_core.trainers.update import BatchCounts, accumulate_gradients
 
 Evaluator = Callable[[nn.Module], dict[str, float]]
 
@@ -101,7 +102,11 @@ class EBFTTrainer(Trainer):
     ) -> tuple[list[Any], int]:
         """The micro-batches of one optimiser step, each with the counts of the whole step."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        counts = sum((count_batch(s["batch"], self.config.ebft) for s in samples), BatchCounts(0, 0))
+        ebft = self.config.ebft
+        counts = BatchCounts(
+            actions=sum(count_actions(sample["batch"], ebft) for sample in samples),
+            labels=sum(count_labels(sample["batch"], ebft) for sample in samples),
+        )
         return [{**sample, "counts": counts} for sample in samples], counts.actions
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
@@ -112,35 +117,36 @@ class EBFTTrainer(Trainer):
     ) -> Tensor:
         """Rollout, score and backward of one micro-batch; returns its share of the loss."""
         ebft, batch = self.config.ebft, inputs["batch"].to(self.args.device)
-        started = time.perf_counter()
+        max_tokens = self.config.trainer.tokens_per_forward
+        started = self._clock()
         sums = StepSums()
         with self.accelerator.autocast():
-            tokens_RANG = generate(model, batch, ebft, self._uniforms(batch))
+            blocks = generate(model, batch, ebft, self._uniforms(batch))
             rolled_out = self._clock()
-            scored = score(self.feature_model, batch, tokens_RANG, ebft, self.attention)
+            scored = score(self.feature_model, batch, blocks, ebft, self.attention, max_tokens)
             sums.add_rollout(scored)
             featured = self._clock()
-            model.train()
-            output = losses(
-                model,
-                batch,
-                tokens_RANG,
-                scored.advantage_RAN,
-                ebft,
-                inputs["counts"],
-                attention=self.attention,
-                reference=self.feature_model,
-            )
-        loss_value = float(output.loss.detach())
-        if not math.isfinite(loss_value):
-            raise FloatingPointError(f"the loss is {loss_value} at step {self.state.global_step + 1}")
-        self.accelerator.backward(output.loss)
-        sums.add_losses(output)
+            terms = token_terms(scored, batch, ebft, attention=self.attention, reference=self.feature_model)
+        model.train()
+        losses = accumulate_gradients(
+            model,
+            batch,
+            blocks,
+            terms,
+            ebft,
+            inputs["counts"],
+            attention=self.attention,
+            max_tokens=max_tokens,
+            autocast=self.accelerator.autocast,
+        )
+        if not math.isfinite(losses.loss):
+            raise FloatingPointError(f"the loss is {losses.loss} at step {self.state.global_step + 1}")
+        sums.add_losses(losses)
         sums.rollout_seconds = rolled_out - started
         sums.features_seconds = featured - rolled_out
         sums.update_seconds = self._clock() - featured
         self._sums += sums
-        return output.loss.detach()
+        return torch.tensor(losses.loss, device=self.args.device)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Send the metrics of a finished step to the event stream."""

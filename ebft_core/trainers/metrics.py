@@ -8,7 +8,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from ebft_core.trainers.step import LossOutput, ScoredRollout
+from ebft_core.trainers.step import ScoredRollout
+from ebft_core.trainers.update import LossSums
 
 
 @dataclass
@@ -29,6 +30,7 @@ class StepSums:
     duplicates: int = 0
     zero_advantages: int = 0
     entropy: float = 0.0
+    scored: int = 0
     rl_loss: float = 0.0
     ce_loss: float = 0.0
     kl: float = 0.0
@@ -48,7 +50,7 @@ class StepSums:
         self.groups += int(scored.anchor_RA.sum())
         self.dropped_groups += int((scored.anchor_RA & ~used).sum())
         self.samples += advantage.numel()
-        self.tokens += int(scored.anchor_RA.sum()) * scored.tokens_RANG.shape[2] * scored.tokens_RANG.shape[3]
+        self.tokens += scored.blocks.action_count
         self.reward += float(scored.reward_RAN[used].double().sum())
         self.alignment += float(scored.alignment_RAN[used].double().sum())
         self.diversity += float(scored.diversity_RAN[used].double().sum())
@@ -59,12 +61,13 @@ class StepSums:
         self.duplicates += int(scored.duplicate_RAN[used].sum())
         self.zero_advantages += int((advantage == 0).sum())
 
-    def add_losses(self, output: LossOutput) -> None:
+    def add_losses(self, sums: LossSums) -> None:
         """Count a micro-batch's losses (each is already a share of the optimiser batch's mean)."""
-        self.rl_loss += float(output.rl)
-        self.ce_loss += float(output.ce)
-        self.kl += float(output.kl)
-        self.entropy += float(output.entropy_sum)
+        self.rl_loss += sums.rl
+        self.ce_loss += sums.ce
+        self.kl += sums.kl
+        self.entropy += sums.entropy
+        self.scored += sums.scored
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the step, under the names users see."""
@@ -84,7 +87,7 @@ class StepSums:
             "ebft/duplicate_rate": self.duplicates / samples,
             "ebft/zero_advantage_rate": self.zero_advantages / samples,
             "ebft/dropped_groups": float(self.dropped_groups),
-            "ebft/entropy": self.entropy / max(self.tokens, 1),
+            "ebft/entropy": self.entropy / max(self.scored, 1),
             "rollout/tokens_per_second": self.tokens / max(self.rollout_seconds, 1e-9),
             "perf/rollout_seconds": self.rollout_seconds,
             "perf/features_seconds": self.features_seconds,

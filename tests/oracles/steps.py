@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -11,11 +11,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ebft_core.config import RunConfig, parse_config
+from ebft_core.blocks import Blocks
+from ebft_core.config import EBFTConfig, RunConfig, parse_config
+from ebft_core.losses import TokenTerms
 from ebft_core.rows import RowBatch, collate_rows, row_uniforms
-from ebft_core.trainers.step import BatchCounts, count_batch, generate, losses, score
+from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
+from ebft_core.trainers.update import BatchCounts, LossSums, accumulate_gradients
 
-from .slow_path import gradients
 from .tiny_models import tiny_model, with_lora
 
 VOCAB = 29
@@ -96,6 +98,51 @@ class Step:
     gradient: dict[str, Tensor]
 
 
+def count_batch(batch: RowBatch, config: EBFTConfig) -> BatchCounts:
+    return BatchCounts(count_actions(batch, config), count_labels(batch, config))
+
+
+def update(
+    policy: torch.nn.Module,
+    batch: RowBatch,
+    tokens: Tensor,
+    advantage_RAN: Tensor,
+    config: EBFTConfig,
+    counts: BatchCounts,
+    *,
+    reference: torch.nn.Module | None = None,
+    max_tokens: int | None = 20,
+) -> tuple[LossSums, dict[str, Tensor]]:
+    """Loss and gradient of one micro-batch with given rollouts and advantages; several parts on purpose."""
+    blocks = Blocks.full(tokens, batch.anchors_RA)
+    scored = score(reference or policy, batch, blocks, config, "sdpa")
+    scored = replace(scored, advantage_RAN=advantage_RAN)
+    terms = token_terms(scored, batch, config, attention="sdpa", reference=reference or policy)
+    return collect(policy, batch, blocks, terms, config, counts, max_tokens)
+
+
+def collect(
+    policy: torch.nn.Module,
+    batch: RowBatch,
+    blocks: Blocks,
+    terms: TokenTerms,
+    config: EBFTConfig,
+    counts: BatchCounts,
+    max_tokens: int | None = None,
+) -> tuple[LossSums, dict[str, Tensor]]:
+    policy.zero_grad(set_to_none=True)
+    sums = accumulate_gradients(
+        policy, batch, blocks, terms, config, counts, attention="sdpa", max_tokens=max_tokens
+    )
+    gradient = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in policy.named_parameters()
+        if p.requires_grad
+    }
+    policy.zero_grad(set_to_none=True)
+    return sums, gradient
+
+
 def run_step(
     policy: torch.nn.Module,
     rows: list[dict[str, Any]],
@@ -116,25 +163,17 @@ def run_step(
     for batch in batches:
         shape = (batch.anchors_RA.shape[1], config.ebft.n_samples_per_prompt, config.ebft.generate_max_len)
         uniforms = row_uniforms(batch.row_ids_R, seed=1, step=5, shape=shape)
-        rolled = generate(policy, batch, config.ebft, uniforms)
-        scored = score(frozen or policy, batch, rolled, config.ebft, "sdpa")
-        output = losses(
-            policy,
-            batch,
-            rolled,
-            scored.advantage_RAN,
-            config.ebft,
-            counts,
-            attention="sdpa",
-            reference=frozen,
-        )
-        total += output.loss.item()
-        parts += [output.rl.item(), output.ce.item(), output.kl.item()]
-        for name, value in gradients(policy, output.loss).items():
+        blocks = generate(policy, batch, config.ebft, uniforms)
+        scored = score(frozen or policy, batch, blocks, config.ebft, "sdpa")
+        terms = token_terms(scored, batch, config.ebft, attention="sdpa", reference=frozen or policy)
+        sums, gradients = collect(policy, batch, blocks, terms, config.ebft, counts)
+        total += sums.loss
+        parts += [sums.rl, sums.ce, sums.kl]
+        for name, value in gradients.items():
             gradient[name] = gradient.get(name, 0) + value
         for i, row_id in enumerate(batch.row_ids_R.tolist()):
             real = batch.anchors_RA[i] >= 0
-            tokens[row_id] = rolled[i][real]
+            tokens[row_id] = blocks.tokens_RANG[i][real]
             advantages[row_id] = scored.advantage_RAN[i][real]
     return Step(tokens, advantages, total, tuple(parts), gradient)
 

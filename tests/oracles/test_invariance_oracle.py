@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from ebft_core.rows import collate_rows
-from ebft_core.trainers.step import BatchCounts, count_batch, losses
+from ebft_core.trainers.update import BatchCounts
 
 from .slow_path import assert_same_gradients
 from .steps import (
     Step,
+    count_batch,
     dataset_row,
     lora_policy,
     make_config,
@@ -20,6 +21,7 @@ from .steps import (
     reference_step,
     run_step,
     single_rows,
+    update,
 )
 
 
@@ -79,16 +81,18 @@ def _without(step: Step, row_id: int) -> Step:
 
 
 def test_accumulated_backward_passes_add_up() -> None:
-    """`loss.backward()` over micro-batches leaves the whole batch's gradient in `.grad`."""
+    """Updates of all micro-batches add up to the whole batch's gradient, however small their parts are."""
     policy, rows, config = lora_policy(), single_rows(), make_config()
     whole = reference_step(packed=False)
     batches = [collate_rows([rows[i] for i in part], config, 0) for part in ([0, 3], [1, 2], [4])]
     counts = sum((count_batch(b, config.ebft) for b in batches), start=BatchCounts(0, 0))
-    for batch in batches:
-        tokens, advantage = recorded(whole, batch)
-        losses(policy, batch, tokens, advantage, config.ebft, counts, attention="sdpa").loss.backward()
-    grads = {n: p.grad for n, p in policy.named_parameters() if p.requires_grad}
-    assert_same_gradients(grads, whole.gradient)
+    for max_tokens in (1, 7, None):
+        gradient: dict[str, torch.Tensor] = {}
+        for batch in batches:
+            tokens, advantage = recorded(whole, batch)
+            _, part = update(policy, batch, tokens, advantage, config.ebft, counts, max_tokens=max_tokens)
+            gradient = {name: gradient.get(name, 0) + value for name, value in part.items()}
+        assert_same_gradients(gradient, whole.gradient)
 
 
 def test_row_anchors_avoid_boundaries_and_prompts() -> None:

@@ -12,12 +12,12 @@ from torch import Tensor
 from ebft_core import packed_logprobs
 from ebft_core.config import RunConfig
 from ebft_core.rows import RowBatch, collate_rows
-from ebft_core.trainers.step import count_batch, losses
 
 from .slow_path import Rows, assert_same_gradients, gradients, slow_features, slow_logprobs
 from .slow_rewards import expected_rewards, rloo
 from .steps import (
     VOCAB,
+    count_batch,
     lora_policy,
     make_config,
     packed_rows,
@@ -25,6 +25,7 @@ from .steps import (
     reference_step,
     run_step,
     single_rows,
+    update,
 )
 from .tiny_models import tiny_model, with_dropout, with_lora
 
@@ -124,10 +125,10 @@ def test_whole_loss_of_a_full_policy(architecture: str, kl_estimator: str) -> No
     advantage[0, 0, 2] = 0
     advantage[batch.anchors_RA < 0] = 0
     counts = count_batch(batch, config.ebft)
-    output = losses(policy, batch, tokens, advantage, config.ebft, counts, attention="sdpa", reference=frozen)
+    sums, gradient = update(policy, batch, tokens, advantage, config.ebft, counts, reference=frozen)
     loss = _slow_loss(policy, frozen, dataset_rows, batch, tokens, advantage, config)
-    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-4)
-    assert_same_gradients(gradients(policy, output.loss), gradients(policy, loss))
+    assert sums.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert_same_gradients(gradient, gradients(policy, loss))
 
 
 @pytest.mark.parametrize(
@@ -148,10 +149,10 @@ def test_each_part_alone(coefs: dict[str, float]) -> None:
     tokens, advantage = recorded(whole, batch)
     advantage[2, 1:3] = 0
     counts = count_batch(batch, config.ebft)
-    output = losses(policy, batch, tokens, advantage, config.ebft, counts, attention="sdpa")
+    sums, gradient = update(policy, batch, tokens, advantage, config.ebft, counts)
     loss = _slow_loss(policy, base, dataset_rows, batch, tokens, advantage, config)
-    assert output.loss.item() == pytest.approx(loss.item(), rel=1e-4)
-    assert_same_gradients(gradients(policy, output.loss), gradients(policy, loss))
+    assert sums.loss == pytest.approx(loss.item(), rel=1e-4)
+    assert_same_gradients(gradient, gradients(policy, loss))
 
 
 def test_frozen_reference_runs_without_dropout() -> None:
@@ -168,8 +169,8 @@ def test_frozen_reference_runs_without_dropout() -> None:
         torch.manual_seed(0)  # the same dropout in both forwards of the policy
         logprob = packed_logprobs(policy, *arguments, temperature=config.ebft.temperature)
         reference = slow_logprobs(base, _as_rows(batch), tokens, temperature=config.ebft.temperature)
-        torch.manual_seed(0)
-        zeros = torch.zeros(shape[:-1])
-        output = losses(policy, batch, tokens, zeros, config.ebft, counts, attention="sdpa")
+    torch.manual_seed(0)
+    zeros = torch.zeros(shape[:-1])
+    sums, _ = update(policy, batch, tokens, zeros, config.ebft, counts, max_tokens=None)
     expected = (logprob - reference).sum() / counts.actions
-    assert output.kl.item() == pytest.approx(expected.item(), rel=1e-4)
+    assert sums.kl == pytest.approx(expected.item(), rel=1e-4)
