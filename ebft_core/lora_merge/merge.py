@@ -100,20 +100,8 @@ def merge_adapter(
         except UserError:
             digest.result()  # a wrong base explains whatever else does not fit
             raise
-        checked_digest = digest.result()
-    statistics = merged.statistics
-    updates = [update for update in merged.updates if update.low_rank is not None]
-    return MergeReport(
-        merged_tensors=len(updates),
-        replaced_tensors=len(merged.updates) - len(updates),
-        untied_embeddings=merged.untied,
-        shards=len(merged.sizes),
-        bytes=sum(size for tensors in merged.sizes.values() for size in tensors.values()),
-        update_norm=math.sqrt(statistics.update_square),
-        lost_to_rounding=_ratio(statistics.rounding_square, statistics.update_square),
-        base_digest=checked_digest,
-        digest_checked=loaded.base_digest is not None,
-    )
+        base_digest = digest.result()
+    return _report(merged, base_digest, digest_checked=loaded.base_digest is not None)
 
 
 @dataclass(frozen=True)
@@ -140,6 +128,22 @@ def _merge_into(
         _set_untied(staging / "config.json")
     updates = [tensor.update for tensors in plan.outputs.values() for tensor in tensors if tensor.update]
     return _Merged(sizes, updates, plan.untied, statistics)
+
+
+def _report(merged: _Merged, base_digest: str, *, digest_checked: bool) -> MergeReport:
+    statistics = merged.statistics
+    updates = [update for update in merged.updates if update.low_rank is not None]
+    return MergeReport(
+        merged_tensors=len(updates),
+        replaced_tensors=len(merged.updates) - len(updates),
+        untied_embeddings=merged.untied,
+        shards=len(merged.sizes),
+        bytes=sum(size for tensors in merged.sizes.values() for size in tensors.values()),
+        update_norm=math.sqrt(statistics.update_square),
+        lost_to_rounding=_ratio(statistics.rounding_square, statistics.update_square),
+        base_digest=base_digest,
+        digest_checked=digest_checked,
+    )
 
 
 @contextmanager

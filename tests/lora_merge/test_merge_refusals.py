@@ -55,6 +55,29 @@ def test_recorded_digest_must_be_the_bases(base: Path, adapter: Path) -> None:
     _refused(base, adapter, "trained on another base model")
 
 
+def test_a_wrong_base_is_named_before_what_follows_from_it(base: Path, adapter: Path, tmp_path: Path) -> None:
+    """The adapter's names fit no tensor of this base, but the reason is the base."""
+    (adapter / "ebft.json").write_text(json.dumps({"base_digest": digest_model_folder(base)}))
+    other = save_base(tmp_path / "other" / "base", "gpt2")
+    with pytest.raises(UserError, match="trained on another base model"):
+        merge_adapter(other, adapter, tmp_path / "merged")
+    (adapter / "ebft.json").unlink()
+    with pytest.raises(UserError, match="does not have"):
+        merge_adapter(other, adapter, tmp_path / "merged")
+
+
+def test_torch_gets_its_threads_back(base: Path, adapter: Path, tmp_path: Path) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(3)
+        merge_adapter(base, adapter, tmp_path / "merged")
+        with pytest.raises(UserError):
+            merge_adapter(base, adapter, tmp_path / "again", expected_base_digest="0" * 64)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_matching_digest_is_recorded_in_the_report(base: Path, adapter: Path, tmp_path: Path) -> None:
     digest = digest_model_folder(base)
     (adapter / "ebft.json").write_text(json.dumps({"base_digest": digest}))
