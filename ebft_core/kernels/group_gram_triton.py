@@ -64,10 +64,12 @@ def gram_of_layers(samples: Sequence[Tensor], targets: Sequence[Tensor], shortes
     block_m = triton.next_power_of_2(N + 1)
     # Wide products are spelled out as (M, M, H) tiles, which must fit into registers.
     block_h = max(4096 // block_m**2, 4) if wide else 128
+    if gram_RAMM.numel() == 0:
+        return gram_RAMM
     for layer, (sample_RANH, target_RAH) in enumerate(zip(samples, targets, strict=True)):
         sample = sample_RANH if sample_RANH.stride(-1) == 1 else sample_RANH.contiguous()
         target = target_RAH if target_RAH.stride(-1) == 1 else target_RAH.contiguous()
-        if R * A:
+        with torch.cuda.device_of(sample):  # Triton launches on the current device
             _gram_kernel[(R * A,)](
                 sample, target, gram_RAMM,
                 A, sample.shape[-1], *sample.stride()[:3], *target.stride()[:2], shortest, 1.0 / len(samples),

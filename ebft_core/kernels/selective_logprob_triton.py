@@ -169,11 +169,12 @@ def forward(
     splits = triton.cdiv(vocabulary_tiles, per_split)  # so that none is empty
     picked_XN = hidden_XH.new_empty(X, N, dtype=torch.float32)
     lse_XS, mean_XS = (hidden_XH.new_empty(X, splits, dtype=torch.float32) for _ in range(2))
-    _forward_kernel[(row_tiles, splits)](
-        hidden_XH, weight_VH, bias_V, tokens_XN, picked_XN, lse_XS, mean_XS,
-        X, V, H, 1.0 / temperature, per_split,
-        N=N, **_constants(hidden_XH, bias_V, tile),
-    )  # fmt: skip
+    with torch.cuda.device_of(hidden_XH):  # Triton launches on the current device
+        _forward_kernel[(row_tiles, splits)](
+            hidden_XH, weight_VH, bias_V, tokens_XN, picked_XN, lse_XS, mean_XS,
+            X, V, H, 1.0 / temperature, per_split,
+            N=N, **_constants(hidden_XH, bias_V, tile),
+        )  # fmt: skip
     return picked_XN, lse_XS, mean_XS
 
 
@@ -197,11 +198,12 @@ def logit_gradient(
     """
     (X, H), (C, _), N = hidden_XH.shape, weight_CH.shape, tokens_XN.shape[1]
     tile = tile_for(hidden_XH)
-    _gradient_kernel[(triton.cdiv(X, tile.x), triton.cdiv(C, tile.v))](
-        hidden_XH, weight_CH, bias_C, tokens_XN, lse_X1, grad_XN, out_XC,
-        X, C, H, 1.0 / temperature,
-        N=N, **_constants(hidden_XH, bias_C, tile),
-    )  # fmt: skip
+    with torch.cuda.device_of(hidden_XH):
+        _gradient_kernel[(triton.cdiv(X, tile.x), triton.cdiv(C, tile.v))](
+            hidden_XH, weight_CH, bias_C, tokens_XN, lse_X1, grad_XN, out_XC,
+            X, C, H, 1.0 / temperature,
+            N=N, **_constants(hidden_XH, bias_C, tile),
+        )  # fmt: skip
 
 
 def _constants(hidden_XH: Tensor, bias: Tensor | None, tile: Tile) -> dict[str, int | bool | str]:
