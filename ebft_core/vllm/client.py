@@ -30,7 +30,16 @@ _PROGRESS = ("vllm:prompt_tokens_total", "vllm:generation_tokens_total", "vllm:i
 
 
 class ServerGone(Exception):  # noqa: N818 (an outcome)
-    """No attempt got an answer: refused, reset, cut off, too late, or 5xx."""
+    """No attempt got an answer: refused, reset, cut off, too late, or 5xx.
+
+    Args:
+        what: the request and what went wrong with its last attempt.
+        status: HTTP status of the last attempt; None if there was none.
+    """
+
+    def __init__(self, what: str, status: int | None = None) -> None:
+        self.status = status
+        super().__init__(what)
 
 
 class RequestRefused(Exception):  # noqa: N818 (an outcome)
@@ -222,6 +231,11 @@ class VLLMClient:
             if len(tries) > 1 and done in error.message:  # the answer to the first attempt was lost
                 return
             raise
+        except ServerGone as error:
+            # vLLM says 500 to an adapter that does not suit (its rank, its modules), and is well.
+            if error.status == httpx.codes.INTERNAL_SERVER_ERROR and self.health():
+                raise RequestRefused(error.status, str(error)) from error
+            raise
 
     def _json(
         self, path: str, body: dict[str, Any], timeout: float | None = None, attempts: int | None = None
@@ -241,7 +255,7 @@ class VLLMClient:
         seconds = self.timeout if timeout is None else timeout
         count = self.attempts if attempts is None else attempts
         deadline = time.monotonic() + seconds * count
-        problem = ""
+        problem, status = "", None
         for attempt in range(count):
             if tries is not None:
                 tries.append(attempt)
@@ -249,11 +263,12 @@ class VLLMClient:
                 return self._attempt(method, path, body, min(deadline, time.monotonic() + seconds))
             except (httpx.TransportError, _Late, _ServerFault) as error:
                 problem = str(error) or type(error).__name__
+                status = error.status if isinstance(error, _ServerFault) else None
             pause = min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * self._jitter.uniform(0.5, 1.5)
             if attempt + 1 == count or time.monotonic() + pause > deadline:
                 break
             time.sleep(pause)
-        raise ServerGone(f"{method} {self.url}{path}: {problem} ({attempt + 1} attempt(s))")
+        raise ServerGone(f"{method} {self.url}{path}: {problem} ({attempt + 1} attempt(s))", status)
 
     def _attempt(self, method: str, path: str, body: object, deadline: float) -> bytes:
         left = max(0.001, deadline - time.monotonic())
@@ -266,7 +281,7 @@ class VLLMClient:
                     raise _Late("the answer came too slowly")
         status = response.status_code
         if status >= 500 or status in _RETRIED:
-            raise _ServerFault(f"HTTP {status}: {_message(bytes(content))}")
+            raise _ServerFault(status, _message(bytes(content)))
         if not 200 <= status < 300:
             raise RequestRefused(status, _message(bytes(content)))
         return bytes(content)
@@ -277,7 +292,9 @@ class _Late(Exception):  # noqa: N818
 
 
 class _ServerFault(Exception):  # noqa: N818
-    pass
+    def __init__(self, status: int, message: str) -> None:
+        self.status = status
+        super().__init__(f"HTTP {status}: {message}")
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

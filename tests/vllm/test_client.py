@@ -14,7 +14,7 @@ import pytest
 from ebft_core.vllm.client import RequestRefused, ServerGone, VLLMClient
 from ebft_core.vllm.processes import free_port
 from tests.vllm.builders import inject, running_stub
-from tests.vllm.stub_server import MadeUpModel, log_softmax
+from tests.vllm.stub_models import MadeUpModel, log_softmax
 
 COMPLETIONS, LOAD = "/v1/completions", "/v1/load_lora_adapter"
 ORACLE = MadeUpModel({"vocab_size": 40})
@@ -104,6 +104,21 @@ def test_models_name_the_base_and_the_adapters(client: VLLMClient, tmp_path: Pat
         client.score([1, 2, 3], "policy-v1")
     with pytest.raises(RequestRefused, match="cannot be found"):
         client.unload_adapter("policy-v1")
+
+
+def test_an_adapter_that_does_not_suit_is_refused_although_the_server_says_500(
+    client: VLLMClient, faults: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "adapter_config.json").write_text('{"r": 16}')
+    with pytest.raises(RequestRefused, match="greater than max_lora_rank 8"):
+        client.load_adapter("wide", str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text('{"r": 4}')
+    inject(faults, refuse_lora="no such module")
+    with pytest.raises(RequestRefused, match="no such module"):
+        client.load_adapter("odd", str(tmp_path))
+    inject(faults, fail={LOAD: {"kind": "500", "times": 3}, "/health": {"kind": "503", "times": 9}})
+    with pytest.raises(ServerGone):  # a dead engine says 500, too
+        client.load_adapter("policy-v3", str(tmp_path))
 
 
 def test_an_adapter_whose_first_answer_was_lost_counts_as_loaded(
