@@ -54,6 +54,7 @@ def extract_features(
     target_length_RA: Tensor | None = None,
     target_action_RL: Tensor | None = None,
     max_tokens: int | None = None,
+    share_prefixes: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """Features of every generated block and of every ground-truth block.
 
@@ -68,6 +69,7 @@ def extract_features(
         target_length_RA: tokens of each ground-truth block; None: G.
         target_action_RL: document tokens that the policy would have written; None: all.
         max_tokens: block tokens per forward pass; None: what suits the device.
+        share_prefixes: samples that begin alike are computed once as far as they do.
 
     Returns:
         `phi_RAND` and `target_RAD`, float32, unit norm; zeros at anchors that are -1 and at empty blocks.
@@ -98,6 +100,7 @@ def extract_features(
         target_length_RA=target_length_RA,
         target_action_RL=target_action_RL,
         max_tokens=max_tokens,
+        share_prefixes=share_prefixes,
     )
     return _join(states.samples), _join(states.targets)
 
@@ -130,6 +133,7 @@ def feature_states(
     target_length_RA: Tensor | None = None,
     target_action_RL: Tensor | None = None,
     max_tokens: int | None = None,
+    share_prefixes: bool = True,
 ) -> FeatureStates:
     """What features are made of; arguments and errors as in `extract_features`."""
     if embed_method not in POOLING:
@@ -144,7 +148,9 @@ def feature_states(
         phase, documents = document_phase(input_ids_RL, document_ids_RL, attention)
         where = _target_pooling(rule, anchors_RA, length_RA, target_action_RL, L)
         targets = _run_to_layers(model, layers, phase, *where)
-        samples = _block_states(model, layers, rule, documents, anchors_RA, blocks, max_tokens)
+        samples = _block_states(
+            model, layers, rule, documents, anchors_RA, blocks, max_tokens, share_prefixes
+        )
     return FeatureStates(
         [samples[layer] for layer in layers],
         [targets[layer] * valid_RA[..., None] for layer in layers],
@@ -175,6 +181,7 @@ def _block_states(
     anchors_RA: Tensor,
     blocks: Blocks,
     max_tokens: int | None,
+    share_prefixes: bool,
 ) -> States:
     """Pooled states `(R, A, N, …)` of all blocks, each distinct block computed once."""
     first_RAN = first_duplicates(blocks.tokens_RANG, blocks.length_RAN)
@@ -188,7 +195,9 @@ def _block_states(
     collected: list[States] = []
     for part in parts_of(anchors_RX, tokens_RXG.shape[2], limit):
         width = max(1, int(length_RX[:, part].max()))
-        phase = block_phase(documents, anchors_RX[:, part], tokens_RXG[:, part, :width])
+        phase = block_phase(
+            documents, anchors_RX[:, part], tokens_RXG[:, part, :width], share_prefixes=share_prefixes
+        )
         where = _block_pooling(rule, length_RX[:, part], action_RXG[:, part, :width])
         collected.append(_run_to_layers(model, layers, phase, *where))
     if not collected:
@@ -232,7 +241,7 @@ def _run_to_layers(
         def hook(_module: nn.Module, _inputs: object, output: object) -> None:
             hidden = output[0] if isinstance(output, tuple) else output
             assert isinstance(hidden, Tensor)
-            states[layer] = _pool(hidden, position_RXP, weight_RXP)
+            states[layer] = _pool(phase.spread(hidden), position_RXP, weight_RXP)
             if layer == deepest:
                 raise _DeepestLayerReached
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from ebft_core.attention import Backend, BlockAttention, DocumentAttention, KeyValues, run_backbone
+from ebft_core.attention.registry import AttentionPlan
+from ebft_core.attention.shared import SharedAttention, Trie, trie_of
 from ebft_core.geometry import pack_layout
 from ebft_core.model_parts import backbone_of
 
@@ -28,11 +30,21 @@ class Phase:
 
     input_ids_RT: Tensor
     position_RT: Tensor
-    plan: DocumentAttention | BlockAttention
+    plan: AttentionPlan
+    trie: Trie | None = None
+
+    @property
+    def tokens_fed(self) -> int:
+        """Tokens that pass through the model."""
+        return self.input_ids_RT.numel()
 
     def run(self, model: nn.Module) -> Tensor:
         """Last hidden states `(R, T, H)`, behind the final norm."""
-        return run_backbone(backbone_of(model), self.input_ids_RT, self.position_RT, self.plan)
+        return self.spread(run_backbone(backbone_of(model), self.input_ids_RT, self.position_RT, self.plan))
+
+    def spread(self, hidden_RUH: Tensor) -> Tensor:
+        """Hidden states of what was fed, at all tokens of the phase."""
+        return hidden_RUH if self.trie is None else self.trie.spread(hidden_RUH)
 
 
 @dataclass(frozen=True)
@@ -83,12 +95,22 @@ def document_phase(
     return phase, Documents(L, document_ids_RL, backend, plan.kept)
 
 
-def block_phase(documents: Documents, anchors_RX: Tensor, tokens_RXS: Tensor) -> Phase:
-    """Phase two: a forward pass of blocks that each have an anchor of their own, -1 for none."""
+def block_phase(
+    documents: Documents, anchors_RX: Tensor, tokens_RXS: Tensor, *, share_prefixes: bool = True
+) -> Phase:
+    """Phase two: a forward pass of blocks that each have an anchor of their own, -1 for none.
+
+    Args:
+        share_prefixes: blocks of one anchor that begin alike are computed once as far as they do.
+    """
     R, X, S = tokens_RXS.shape
     layout = pack_layout(anchors_RX, 1, S, documents.length, documents.document_ids_RL)
     plan = BlockAttention(layout, documents.backend, documents.kept)
-    return Phase(tokens_RXS.reshape(R, X * S), layout.position_RT[:, documents.length :], plan)
+    fed_RT, position_RT = tokens_RXS.reshape(R, X * S), layout.position_RT[:, documents.length :]
+    trie = trie_of(anchors_RX, tokens_RXS) if share_prefixes else None
+    if trie is None:
+        return Phase(fed_RT, position_RT, plan)
+    return Phase(trie.fed(fed_RT), trie.fed(position_RT), SharedAttention(plan, trie), trie)
 
 
 def tokens_per_forward(device: torch.device, configured: int | None = None) -> int:

@@ -155,11 +155,13 @@ class BlockPart:
         where: their slice of the chosen blocks.
         hidden_RXSH: hidden states of the tokens fed: state s predicts token s + 1.
         next_RXS: the tokens predicted.
+        tokens_fed: tokens that passed through the model: fewer than S·X where prefixes are shared.
     """
 
     where: slice
     hidden_RXSH: Tensor
     next_RXS: Tensor
+    tokens_fed: int
 
 
 def block_parts(
@@ -169,6 +171,8 @@ def block_parts(
     blocks: Blocks,
     choice: BlockChoice,
     max_tokens: int | None = None,
+    *,
+    share_prefixes: bool = True,
 ) -> Iterator[BlockPart]:
     """Forward passes of the chosen blocks, part by part, each as wide as its longest block."""
     tokens_RXG, length_RX = choice.pick(blocks.tokens_RANG), choice.pick(blocks.length_RAN)
@@ -179,8 +183,9 @@ def block_parts(
         if width < 1:
             continue
         fed_RXS = tokens_RXG[:, part, :width]
-        hidden_RTH = block_phase(documents, anchors_RX[:, part], fed_RXS).run(model)
-        yield BlockPart(part, hidden_RTH.unflatten(1, fed_RXS.shape[1:]), tokens_RXG[:, part, 1 : width + 1])
+        phase = block_phase(documents, anchors_RX[:, part], fed_RXS, share_prefixes=share_prefixes)
+        hidden_RXSH = phase.run(model).unflatten(1, fed_RXS.shape[1:])
+        yield BlockPart(part, hidden_RXSH, tokens_RXG[:, part, 1 : width + 1], phase.tokens_fed)
 
 
 def choose_actions(

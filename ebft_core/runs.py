@@ -49,7 +49,7 @@ _READS: Mapping[str, tuple[str, ...]] = {
 """Stage -> the parts of the configuration it reads, in the order in which the stages run."""
 
 _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
-    "trainer": frozenset({"save_every", "keep_checkpoints", "tokens_per_forward"})
+    "trainer": frozenset({"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes"})
 }
 _WHERE_NOT_WHAT = frozenset({"workspace", "storage"})
 

@@ -154,6 +154,8 @@ class TrainerConfig(Section):
     tokens_per_forward: PositiveInt | None = None
     """Generated tokens per forward pass: bounds the memory of activations. Unset: 1024 on a CPU, 16384 on
     a GPU."""
+    share_prefixes: bool = True
+    """Compute what the samples of a group have in common once: the beginnings they share."""
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per optimiser step; unset: from `batch_size`, or 1."""
     batch_size: PositiveInt | None = None

@@ -13,6 +13,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ebft_core.attention import PrefixCache, run_backbone
+from ebft_core.attention.shared import SharedAttention, last_tokens_trie
 from ebft_core.geometry import PackedLayout, count_positions, pack_layout
 from ebft_core.model_parts import backbone_of, evaluation_mode, head_of, prepare_for_packing
 
@@ -32,6 +33,7 @@ def rollout(
     generator: Generator | None = None,
     document_ids_RL: Tensor | None = None,
     uniforms_RANG: Tensor | None = None,
+    share_prefixes: bool = True,
 ) -> Tensor:
     """N continuations of G tokens at every anchor.
 
@@ -45,6 +47,8 @@ def rollout(
         document_ids_RL: documents of a packed row, -1 = padding; None: one document per row.
         uniforms_RANG: random numbers in [0, 1) to use instead of `generator`: one per token, drawn by
             inverse CDF, so the same numbers give two similar models similar samples.
+        share_prefixes: feed samples that are equal so far once. Never on a GPU, where counting them would
+            make every step wait.
 
     Returns:
         `tokens_RANG`, int64; zeros at anchors that are -1.
@@ -72,7 +76,8 @@ def rollout(
         return input_ids_RL.new_zeros(R, 0, n_samples, generate_max_len)
     layout = pack_layout(anchors_RA, n_samples, generate_max_len, L, document_ids_RL)
     with torch.no_grad(), evaluation_mode(model):
-        tokens_RBG = _decode_blocks(model, input_ids_RL, layout, temperature, top_p, uniforms_RANG)
+        share = share_prefixes and input_ids_RL.device.type == "cpu"
+        tokens_RBG = _decode_blocks(model, input_ids_RL, layout, temperature, top_p, uniforms_RANG, share)
     tokens_RANG = tokens_RBG.view(R, A, n_samples, generate_max_len)
     return tokens_RANG * layout.valid_RA[:, :, None, None]
 
@@ -84,6 +89,7 @@ def _decode_blocks(
     temperature: float,
     top_p: float,
     uniforms_RANG: Tensor | None,
+    share_prefixes: bool,
 ) -> Tensor:
     backbone, head = backbone_of(model), head_of(model)
     R, L = input_ids_RL.shape
@@ -94,6 +100,7 @@ def _decode_blocks(
     tokens_RBG = torch.empty(R, B, G, dtype=torch.int64, device=device)
     finite = torch.ones((), dtype=torch.bool, device=device)
     cache = PrefixCache(layout)
+    anchors_RB = layout.anchors_RA.repeat_interleave(N, dim=1)
 
     hidden_RLH = run_backbone(backbone, input_ids_RL, layout.position_RT[:, :L], cache)
     before_RA = (layout.anchors_RA - 1).clamp(min=0)
@@ -107,7 +114,15 @@ def _decode_blocks(
         finite &= ok
         if step + 1 < G:
             cache.step = step
-            hidden_RXH = run_backbone(backbone, tokens_RB, position_RBG[:, :, step], cache)
+            so_far_RBS = tokens_RBG[:, :, : step + 1]
+            trie = last_tokens_trie(anchors_RB, so_far_RBS) if share_prefixes else None
+            position_RB = position_RBG[:, :, step]
+            if trie is None:
+                hidden_RXH = run_backbone(backbone, tokens_RB, position_RB, cache)
+            else:
+                plan = SharedAttention(cache, trie)
+                hidden_RUH = run_backbone(backbone, trie.fed(tokens_RB), trie.fed(position_RB), plan)
+                hidden_RXH = trie.spread(hidden_RUH)
             repeats = 1
     if not bool(finite):
         raise FloatingPointError("the policy's logits are not finite: training has diverged")

@@ -117,13 +117,16 @@ class EBFTTrainer(Trainer):
     ) -> Tensor:
         """Rollout, score and backward of one micro-batch; returns its share of the loss."""
         ebft, batch = self.config.ebft, inputs["batch"].to(self.args.device)
-        max_tokens = self.config.trainer.tokens_per_forward
+        trainer = self.config.trainer
+        execution: Any = {"max_tokens": trainer.tokens_per_forward, "share_prefixes": trainer.share_prefixes}
         started = self._clock()
         sums = StepSums()
         with self.accelerator.autocast():
-            blocks = generate(model, batch, ebft, self._uniforms(batch))
+            blocks = generate(
+                model, batch, ebft, self._uniforms(batch), share_prefixes=trainer.share_prefixes
+            )
             rolled_out = self._clock()
-            scored = score(self.feature_model, batch, blocks, ebft, self.attention, max_tokens)
+            scored = score(self.feature_model, batch, blocks, ebft, self.attention, **execution)
             sums.add_rollout(scored)
             featured = self._clock()
             terms = token_terms(scored, batch, ebft, attention=self.attention, reference=self.feature_model)
@@ -136,7 +139,7 @@ class EBFTTrainer(Trainer):
             ebft,
             inputs["counts"],
             attention=self.attention,
-            max_tokens=max_tokens,
+            **execution,
             autocast=self.accelerator.autocast,
         )
         if not math.isfinite(losses.loss):

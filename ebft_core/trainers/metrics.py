@@ -31,6 +31,7 @@ class StepSums:
     zero_advantages: int = 0
     entropy: float = 0.0
     scored: int = 0
+    tokens_fed: int = 0
     rl_loss: float = 0.0
     ce_loss: float = 0.0
     kl: float = 0.0
@@ -68,6 +69,7 @@ class StepSums:
         self.kl += sums.kl
         self.entropy += sums.entropy
         self.scored += sums.scored
+        self.tokens_fed += sums.tokens_fed
 
     def metrics(self) -> dict[str, float]:
         """The metrics of the step, under the names users see."""
@@ -89,6 +91,8 @@ class StepSums:
             "ebft/dropped_groups": float(self.dropped_groups),
             "ebft/entropy": self.entropy / max(self.scored, 1),
             "rollout/tokens_per_second": self.tokens / max(self.rollout_seconds, 1e-9),
+            # A block's last token predicts nothing and is never fed: it counts among those that were spared.
+            "perf/tokens_spared": 1.0 - self.tokens_fed / max(self.tokens, 1),
             "perf/rollout_seconds": self.rollout_seconds,
             "perf/features_seconds": self.features_seconds,
             "perf/update_seconds": self.update_seconds,

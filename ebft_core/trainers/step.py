@@ -62,7 +62,14 @@ def count_actions(batch: RowBatch, config: EBFTConfig) -> int:
     return batch.num_groups * config.n_samples_per_prompt * config.generate_max_len
 
 
-def generate(policy: nn.Module, batch: RowBatch, config: EBFTConfig, uniforms_RANG: Tensor) -> Blocks:
+def generate(
+    policy: nn.Module,
+    batch: RowBatch,
+    config: EBFTConfig,
+    uniforms_RANG: Tensor,
+    *,
+    share_prefixes: bool = True,
+) -> Blocks:
     """Rollouts of the policy at every anchor of the batch."""
     tokens_RANG = rollout(
         policy,
@@ -74,6 +81,7 @@ def generate(policy: nn.Module, batch: RowBatch, config: EBFTConfig, uniforms_RA
         top_p=config.top_p,
         document_ids_RL=batch.document_ids_RL,
         uniforms_RANG=uniforms_RANG,
+        share_prefixes=share_prefixes,
     )
     return Blocks.full(tokens_RANG, batch.anchors_RA)
 
@@ -85,6 +93,7 @@ def score(
     config: EBFTConfig,
     attention: Backend,
     max_tokens: int | None = None,
+    share_prefixes: bool = True,
 ) -> ScoredRollout:
     """Features, rewards and advantages of the rollouts.
 
@@ -107,6 +116,7 @@ def score(
         target_length_RA=there.target_length_RA,
         target_action_RL=there.is_target_RL,
         max_tokens=max_tokens,
+        share_prefixes=share_prefixes,
     )
     gram_RAMM = group_gram(states.samples, states.targets, states.first_RAN).to(device)
     rewards = rewards_from_gram(

@@ -15,7 +15,7 @@ blocks, S tokens that a part predicts.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -67,6 +67,7 @@ class LossSums:
     Attributes:
         entropy: summed over the generated tokens that were scored.
         scored: number of those tokens.
+        tokens_fed: generated tokens that passed through the model.
     """
 
     loss: float = 0.0
@@ -75,6 +76,7 @@ class LossSums:
     kl: float = 0.0
     entropy: float = 0.0
     scored: int = 0
+    tokens_fed: int = 0
 
 
 def accumulate_gradients(
@@ -87,6 +89,7 @@ def accumulate_gradients(
     *,
     attention: Backend,
     max_tokens: int | None = None,
+    share_prefixes: bool = True,
     autocast: Autocast = nullcontext,
 ) -> LossSums:
     """Add the gradient of rl_coef·RL + ce_coef·CE + kl_coef·KL to the policy's parameters.
@@ -95,6 +98,7 @@ def accumulate_gradients(
         terms_RANG: what each generated token's loss is made of, `(R, A, N, G)`.
         counts: of the whole optimiser batch, so that the losses of its micro-batches add up.
         max_tokens: block tokens per forward pass; None: what suits the device.
+        share_prefixes: samples that begin alike are computed once as far as they do.
         autocast: context of the forward passes.
     """
     prepare_for_packing(
@@ -106,7 +110,14 @@ def accumulate_gradients(
         phase, documents = document_phase(batch.input_ids_RL, batch.document_ids_RL, attention)
         hidden_RLH = phase.run(policy)
     leaves = documents.detached()
-    _blocks_backward(policy, objective, leaves, batch.anchors_RA, blocks, terms_RANG, max_tokens)
+    later = terms_RANG.map(lambda x: x[..., 1:])
+    choice = choose_actions(
+        batch.anchors_RA, blocks, later.active.any(dim=-1), merge=later.old_logprob is None
+    )
+    parts = block_parts(
+        policy, leaves, batch.anchors_RA, blocks, choice, max_tokens, share_prefixes=share_prefixes
+    )
+    _blocks_backward(head, objective, parts, later.merged(choice))
     hidden_leaf = hidden_RLH.detach().requires_grad_()
     _first_tokens_backward(head, objective, hidden_leaf, batch.anchors_RA, blocks, terms_RANG)
     if config.ce_coef > 0:
@@ -165,25 +176,16 @@ class _Objective:
 
 
 def _blocks_backward(
-    policy: nn.Module,
-    objective: _Objective,
-    leaves: Documents,
-    anchors_RA: Tensor,
-    blocks: Blocks,
-    terms_RANG: TokenTerms,
-    max_tokens: int | None,
+    head: nn.Module, objective: _Objective, parts: Iterator[BlockPart], chosen: TokenTerms
 ) -> None:
     """All generated tokens but the first of each block."""
-    later = terms_RANG.map(lambda x: x[..., 1:])
-    choice = choose_actions(anchors_RA, blocks, later.active.any(dim=-1), merge=later.old_logprob is None)
-    chosen = later.merged(choice)
-    parts = block_parts(policy, leaves, anchors_RA, blocks, choice, max_tokens)
     while True:
         with objective.autocast():
             part = next(parts, None)
         if part is None:
             return
-        _part_backward(head_of(policy), objective, part, chosen)
+        objective.sums.tokens_fed += part.tokens_fed
+        _part_backward(head, objective, part, chosen)
 
 
 def _part_backward(head: nn.Module, objective: _Objective, part: BlockPart, chosen: TokenTerms) -> None:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ebft_core import extract_features, forward
+from ebft_core import extract_features
 from ebft_core.blocks import Blocks, choose_blocks, first_duplicates
 from ebft_core.logprobs import packed_forward
 from ebft_core.losses import TokenTerms, clipped_policy_loss, token_losses
