@@ -23,8 +23,8 @@ _MIN_DOT = 16
 @triton.jit
 def _gram_kernel(
     sample_ptr, target_ptr, gram_ptr,
-    A, H, stride_sr, stride_sa, stride_sn, stride_tr, stride_ta, shortest, share,
-    N: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, ADD: tl.constexpr,
+    A, H, stride_sr, stride_sa, stride_sn, stride_tr, stride_ta, shortest,
+    N: tl.constexpr, LAYERS: tl.constexpr, WIDE: tl.constexpr, UPCAST: tl.constexpr, ADD: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     group = tl.program_id(0).to(tl.int64)
@@ -48,7 +48,7 @@ def _gram_kernel(
     diagonal = m_M[:, None] == m_M[None, :]
     length_M = tl.sqrt(tl.sum(tl.where(diagonal, acc, 0.0), axis=1))
     length_M = tl.where(length_M < shortest, shortest, length_M)
-    unit = acc / length_M[:, None] / length_M[None, :] * share
+    unit = acc / length_M[:, None] / length_M[None, :] / LAYERS
     out_ptrs = gram_ptr + group * (N + 1) * (N + 1) + m_M[:, None] * (N + 1) + m_M[None, :]
     real = (m_M <= N)[:, None] & (m_M <= N)[None, :]
     if ADD:
@@ -72,8 +72,8 @@ def gram_of_layers(samples: Sequence[Tensor], targets: Sequence[Tensor], shortes
         with torch.cuda.device_of(sample):  # Triton launches on the current device
             _gram_kernel[(R * A,)](
                 sample, target, gram_RAMM,
-                A, sample.shape[-1], *sample.stride()[:3], *target.stride()[:2], shortest, 1.0 / len(samples),
-                N=N, WIDE=wide, UPCAST=dot_needs_float32(sample.dtype), ADD=layer > 0,
+                A, sample.shape[-1], *sample.stride()[:3], *target.stride()[:2], shortest,
+                N=N, LAYERS=len(samples), WIDE=wide, UPCAST=dot_needs_float32(sample.dtype), ADD=layer > 0,
                 BLOCK_M=block_m if wide else max(block_m, _MIN_DOT),
                 BLOCK_H=block_h, num_warps=4 if block_m <= 16 else 8,
             )  # fmt: skip

@@ -149,7 +149,8 @@ class _ScoreLogits(torch.autograd.Function):
         probs_XV = scaled_XV.softmax(dim=-1)
         highest_X1, where_X1 = scaled_XV.max(dim=-1, keepdim=True)
         lse_X1 = highest_X1 - probs_XV.gather(-1, where_X1).log()
-        mean_X1 = torch.bmm(probs_XV[:, None], scaled_XV[:, :, None])[:, 0]
+        with torch.autocast(logits_XV.device.type, enabled=False):  # it would round both to half precision
+            mean_X1 = torch.bmm(probs_XV[:, None], scaled_XV[:, :, None])[:, 0]
         entropy_X1 = (lse_X1 - mean_X1).float()
         ctx.save_for_backward(probs_XV, tokens_XN)
         ctx.temperature = temperature

@@ -79,7 +79,7 @@ def main() -> None:
     for states, out, wide in ((half, "*fp32", False), ("*fp32", "*fp64", True)):
         pointers = {"sample_ptr": states, "target_ptr": states, "gram_ptr": out}
         blocks = {"BLOCK_M": 8, "BLOCK_H": 64} if wide else {"BLOCK_M": 16, "BLOCK_H": 128}
-        constants = {"N": 4, "WIDE": wide, "UPCAST": False, "ADD": True, **blocks}
+        constants = {"N": 4, "LAYERS": 3, "WIDE": wide, "UPCAST": False, "ADD": True, **blocks}
         made.append(compile_kernel(gram._gram_kernel, 90, pointers, constants, 4, 3))
     sys.stdout.write(json.dumps(made) + "\n")
 
