@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from ebft_core.config import RunConfig, parse_config
 from ebft_core.events import EventWriter
 from ebft_core.stop import StopSignal
@@ -24,6 +26,12 @@ from ebft_core.vllm.spec import ServerSpec, make_spec
 from ebft_core.vllm.state import ServerState, read_state
 
 STUB = Path(__file__).with_name("stub_server.py")
+REAL_PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+REAL_SERVER = [  # a file's `pytestmark` where it needs the real thing
+    pytest.mark.vllm,
+    pytest.mark.slow,
+    pytest.mark.skipif(not REAL_PYTHON.exists(), reason="needs the real vLLM server: make setup-vllm"),
+]
 VOCABULARY = 40
 QUICK = {"startup_timeout": 20.0, "health_interval": 0.2, "hang_timeout": 1.5}
 

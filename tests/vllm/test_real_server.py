@@ -24,20 +24,15 @@ from ebft_core.vllm.client import RequestRefused, ServerGone, VLLMClient
 from ebft_core.vllm.processes import group_members
 from ebft_core.vllm.state import ServerState, read_state, server_folder, wait_ready
 from tasks import provision_vllm as provision
-from tests.vllm.builders import processes_with, true_model
+from tests.vllm.builders import REAL_PYTHON, REAL_SERVER, processes_with, true_model
 from tests.vllm.runs import prepared_run
 from tests.vllm.test_stub import truth
 
-PYTHON = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 START_SECONDS = 240.0
 DETECTED_SECONDS = 15.0
 PROMPT = [5, 80, 200]
 
-pytestmark = [
-    pytest.mark.vllm,
-    pytest.mark.slow,
-    pytest.mark.skipif(not PYTHON.exists(), reason="needs the real vLLM server: make setup-vllm"),
-]
+pytestmark = REAL_SERVER
 
 
 class Real:
@@ -48,7 +43,7 @@ class Real:
         self.plan: RunPlan = prepared_run(
             folder,
             self.model,
-            PYTHON,
+            REAL_PYTHON,
             vllm={
                 "startup_timeout": START_SECONDS, "health_interval": 3.0, "hang_timeout": 10.0,
                 "dtype": "float32", "enforce_eager": True,
@@ -227,7 +222,7 @@ def _until_restarting(real: Real, generation: int, began: float) -> None:
 def test_torch_is_one_for_both() -> None:
     """The environments are pinned to the same torch, so that log-probabilities can be compared closely."""
     theirs = subprocess.run(
-        [str(PYTHON), "-c", "import torch; print(torch.__version__)"],
+        [str(REAL_PYTHON), "-c", "import torch; print(torch.__version__)"],
         capture_output=True,
         text=True,
         check=True,
