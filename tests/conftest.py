@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -15,10 +16,26 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
 )
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-if not Path("/dev/nvidiactl").exists():  # without a GPU, Triton kernels run in Triton's interpreter
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
+
+
+def _interpret_triton() -> None:
+    """Run Triton kernels in its interpreter, in this process only.
+
+    Triton decides when a kernel, or its own library, is imported, so this comes first. The environment
+    is left as it was: servers and stage programs that tests start would inherit it.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"
+    from triton import knobs
+
+    knobs.propagate_env = False
+    knobs.runtime.interpret = True
+    del os.environ["TRITON_INTERPRET"]
+
+
+if not Path("/dev/nvidiactl").exists() and importlib.util.find_spec("triton"):
+    _interpret_triton()
 
 
 def _has_cuda() -> bool:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
+from triton import knobs
 
 INTERPRETED = pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") != "1", reason="Triton compiles here; the interpreter is off"
+    not knobs.runtime.interpret, reason="Triton compiles here; its interpreter is off"
 )
 
 

@@ -18,8 +18,8 @@ SHARED_MEMORY = {90: 227 * 1024, 89: 99 * 1024}
 
 @INTERPRETED
 def test_kernels_compile_and_fit(tmp_path: Path) -> None:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    assert "TRITON_INTERPRET" not in environment, "what tests start must not run in the interpreter"
     done = subprocess.run(
         [sys.executable, "-m", "tests.kernels.compile_kernels"],
         check=False,
