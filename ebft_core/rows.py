@@ -129,12 +129,12 @@ def row_uniforms(
     """
     rows = []
     for row_id in row_ids:
-        generator = torch.Generator().manual_seed(_mix(seed, step, int(row_id)))
+        generator = torch.Generator().manual_seed(mix_seed(seed, step, int(row_id)))
         rows.append(torch.rand(shape, generator=generator))
     return torch.stack(rows)
 
 
-def _mix(*numbers: int) -> int:
+def mix_seed(*numbers: int) -> int:
     """A 63-bit seed from several numbers (SplitMix64 finaliser applied to each in turn)."""
     state = 0
     for number in numbers:

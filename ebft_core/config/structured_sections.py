@@ -47,6 +47,13 @@ class RolloutConfig(Section):
     canary_tolerance: float = Field(default=0.05, gt=0.0)
     """Largest mean difference of log-probabilities between server and trainer after a weight sync."""
 
+    @property
+    def staleness_bound(self) -> int:
+        """`max_staleness`, or what a run with these intervals never exceeds."""
+        if self.max_staleness is not None:
+            return self.max_staleness
+        return self.prefetch_depth + self.sync_interval - 1
+
 
 class VLLMConfig(Section):
     """The vLLM server of structured mode: the run starts it, watches it and ends it."""
