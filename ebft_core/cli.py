@@ -142,7 +142,7 @@ def bench(
 
 @app.command("serve-vllm")
 def serve_vllm(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The run file (YAML).")] = None,
+    config: Annotated[Path | None, typer.Argument(metavar="CONFIG", help="The run file (YAML).")] = None,
     run_dir: Annotated[
         Path | None, typer.Option("--run-dir", help="Folder of a planned run, instead of CONFIG.")
     ] = None,
