@@ -187,9 +187,8 @@ def to_blocks(groups: Sequence[Group], anchors_RA: Tensor, pad: int, *, version:
     """
     sizes = {len(group.samples) for group in groups}
     if anchors_RA.shape != (len(groups), 1) or len(sizes) != 1:
-        raise ValueError(
-            f"{len(groups)} groups of {sorted(sizes)} samples, anchors {tuple(anchors_RA.shape)}"
-        )
+        found = tuple(anchors_RA.shape)
+        raise ValueError(f"{len(groups)} groups of {sorted(sizes)} samples do not fit anchors {found}")
     samples = [[sample or _FAILED for sample in group.samples] for group in groups]
     flat = [sample for row in samples for sample in row]
     G = max(1, *(len(sample.token_ids) for sample in flat))
