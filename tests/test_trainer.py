@@ -27,6 +27,7 @@ METRICS = {
         for n in ("advantage_std", "duplicate_rate", "zero_advantage_rate", "dropped_groups", "entropy")
     ),
     "rollout/tokens_per_second",
+    "perf/tokens_spared",
     *(
         f"perf/{n}"
         for n in ("step_seconds", "rollout_seconds", "features_seconds", "update_seconds", "peak_memory_mb")

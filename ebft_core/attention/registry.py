@@ -40,6 +40,8 @@ def _attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    # Under autocast a float32 model's rotary embedding returns float32, its projections the lower precision.
+    query, key = query.to(value.dtype), key.to(value.dtype)
     output = ebft_plan.attend(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     return output.transpose(1, 2).contiguous(), None
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +22,7 @@ from ebft_core.config import EBFTConfig
 from ebft_core.geometry import place_anchors
 from ebft_core.rows import RowBatch
 from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
-from ebft_core.trainers.update import BatchCounts, accumulate_gradients
+from ebft_core.trainers.update import Autocast, BatchCounts, accumulate_gradients
 
 PHASES = ("rollout", "features", "update")
 
@@ -67,21 +69,37 @@ def uniforms_for(batch: RowBatch, config: EBFTConfig, seed: int = 1) -> Tensor:
 
 
 def timed_step(
-    policy: nn.Module, feature_model: nn.Module, batch: RowBatch, config: EBFTConfig, attention: Backend
+    policy: nn.Module,
+    feature_model: nn.Module,
+    batch: RowBatch,
+    config: EBFTConfig,
+    attention: Backend,
+    *,
+    max_tokens: int | None = None,
+    share_prefixes: bool = True,
+    autocast: Autocast = nullcontext,
 ) -> PhaseTimes:
-    """One step of the product: rollout, features with rewards, forward and backward."""
+    """One step of the product: rollout, features with rewards, forward and backward.
+
+    Args:
+        max_tokens, share_prefixes, autocast: as in `trainers.update.accumulate_gradients`.
+    """
     clock = clock_of(batch.input_ids_RL.device)
     uniforms = uniforms_for(batch, config)
+    parts: Any = {"max_tokens": max_tokens, "share_prefixes": share_prefixes}
     policy.zero_grad(set_to_none=True)
     start = clock()
-    blocks = generate(policy, batch, config, uniforms)
-    rolled_out = clock()
-    scored = score(feature_model, batch, blocks, config, attention)
-    featured = clock()
+    with autocast():
+        blocks = generate(policy, batch, config, uniforms, share_prefixes=share_prefixes)
+        rolled_out = clock()
+        scored = score(feature_model, batch, blocks, config, attention, **parts)
+        featured = clock()
+        terms = token_terms(scored, batch, config, attention=attention, reference=feature_model)
     policy.train()
     counts = BatchCounts(count_actions(batch, config), count_labels(batch, config))
-    terms = token_terms(scored, batch, config, attention=attention, reference=feature_model)
-    accumulate_gradients(policy, batch, blocks, terms, config, counts, attention=attention)
+    accumulate_gradients(
+        policy, batch, blocks, terms, config, counts, attention=attention, autocast=autocast, **parts
+    )
     return PhaseTimes(rolled_out - start, featured - rolled_out, clock() - featured)
 
 

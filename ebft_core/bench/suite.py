@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ebft_core.bench.measure import (
 )
 from ebft_core.config import RunConfig
 from ebft_core.models import freeze_copy, load_policy, select_device, select_precision
+from ebft_core.rows import RowBatch
 from ebft_core.trainers.metrics import peak_memory_mb
 
 MICRO_BATCHES = (1, 2, 4, 8, 16)
@@ -88,13 +90,28 @@ def run_bench(
     feature_model = policy if config.lora is not None else freeze_copy(policy, precision, device)
     cost, peak = ModelCost.of(policy), matrix_peak(device, precision)
     rows: list[BenchRow] = []
+    full: set[Backend] = set()
     for micro_batch, attention in _settings(config, device):
+        if attention in full:
+            continue
         report(f"micro_batch_size {micro_batch}, attention {attention}")
-        row = _measure(policy, feature_model, config, cost, peak, micro_batch, attention, rounds)
+        # Full fine-tuning keeps float32 weights: what it computes in is the chosen precision, not theirs.
+        step = partial(
+            timed_step,
+            policy,
+            feature_model,
+            config=config.ebft,
+            attention=attention,
+            max_tokens=config.trainer.tokens_per_forward,
+            share_prefixes=config.trainer.share_prefixes,
+            autocast=partial(torch.autocast, device.type, precision, enabled=precision != torch.float32),
+        )
+        row = _measure(step, policy, config, cost, peak, micro_batch, attention, rounds)
         if row is None:
             report(f"micro_batch_size {micro_batch} does not fit into the device's memory")
-            break
-        rows.append(row)
+            full.add(attention)
+        else:
+            rows.append(row)
     if not rows:
         raise MemoryError("not even one row fits into the device's memory")
     return BenchReport(str(device), str(precision).removeprefix("torch."), peak, rows, _best(rows))
@@ -112,8 +129,8 @@ def _settings(config: RunConfig, device: torch.device) -> Iterator[tuple[int, Ba
 
 
 def _measure(
+    step: Callable[[RowBatch], PhaseTimes],
     policy: nn.Module,
-    feature_model: nn.Module,
     config: RunConfig,
     cost: ModelCost,
     peak: float,
@@ -127,12 +144,10 @@ def _measure(
     batch = random_batch(config.data.sequence_length, micro_batch, vocabulary, config.ebft).to(device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    autocast = torch.autocast(device.type, torch.bfloat16, enabled=policy.dtype == torch.bfloat16)
     times: list[PhaseTimes] = []
     try:
-        with autocast:
-            for _ in range(rounds + 1):
-                times.append(timed_step(policy, feature_model, batch, config.ebft, attention))
+        for _ in range(rounds + 1):
+            times.append(step(batch))
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None

@@ -125,7 +125,7 @@ def score(
         alignment_coef=config.alignment_coef,
         diversity_coef=config.diversity_coef,
         # The products are exact, but no more precise than the network that made the features.
-        whiten_tol=max(config.whiten_tol, torch.finfo(states.samples[0].dtype).eps),
+        whiten_tol=max(config.whiten_tol, _precision_of(parameter), torch.finfo(states.samples[0].dtype).eps),
     )
     advantage_RAN = group_advantages(
         rewards,
@@ -148,6 +148,14 @@ def score(
         valid_RA=valid_grams(gram_RAMM) & anchor_RA,
         anchor_RA=anchor_RA,
     )
+
+
+def _precision_of(parameter: Tensor) -> float:
+    """Relative precision of a network's forward pass: autocast rounds what float32 weights multiply."""
+    kind, coarsest = parameter.device.type, torch.finfo(parameter.dtype).eps
+    if torch.is_autocast_enabled(kind):
+        coarsest = max(coarsest, torch.finfo(torch.get_autocast_dtype(kind)).eps)
+    return coarsest
 
 
 def token_terms(
