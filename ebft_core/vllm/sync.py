@@ -150,9 +150,9 @@ class AdapterPublisher:
         self._bound = config.rollout.staleness_bound
         self._watch = ServerWatch(client, server_folder, config.vllm.startup_timeout)
         self._names: dict[int, str] = {}
+        self._loaded: set[int] = set()
         self._restarts = 0
         self._lock = threading.RLock()  # a thread that generates ahead may recover while another publishes
-        self._session = secrets.token_hex(3)
         self._remove_leftovers()
 
     def publish(self, version: int) -> Publication:
@@ -171,8 +171,8 @@ class AdapterPublisher:
             self._names[version] = self._save(version)
             try:
                 difference = self._load_and_check(version)
-            except UserError:
-                self._unload(version)
+            except (UserError, ServerGone, ServerLost, RequestRefused) as error:
+                self._unload(version, ask=isinstance(error, UserError))
                 raise
             for old in [v for v in self._names if v < version - self._bound]:
                 self._unload(old)
@@ -187,6 +187,10 @@ class AdapterPublisher:
         with self._lock:
             there = {model.name for model in self._client.models()}
             missing = [version for version, name in self._names.items() if name not in there]
+            if self._loaded.intersection(missing):
+                self._watch.wait_until_healthy()  # takes note of the generation
+                self._restarts += 1
+                logger.info("the vLLM server was restarted; adapters are loaded again")
             for version in missing:
                 self._load(version)
             return len(missing)
@@ -203,11 +207,11 @@ class AdapterPublisher:
             ServerLost: it will not come back. UserError, ServerGone: as `publish`.
         """
         with self._lock:
+            noticed = self._restarts
             restarted = self._watch.wait_until_healthy()
-            loaded = self.republish()
-            if restarted or loaded:
+            self.republish()
+            if restarted and self._restarts == noticed:  # there was nothing to lose yet
                 self._restarts += 1
-                logger.info("the vLLM server was restarted; adapters loaded again: %d", loaded)
 
     def name_of(self, version: int) -> str:
         """The adapter's name in requests. Raises ValueError for a version that is not loaded."""
@@ -218,15 +222,11 @@ class AdapterPublisher:
     def close(self) -> None:
         """Unload and remove everything; a server that is gone already is no error."""
         answers = self._client.health()
-        for version, name in list(self._names.items()):
-            if answers:
-                self._unload(version)
-            else:
-                shutil.rmtree(self._folder / name)
-        self._names.clear()
+        for version in list(self._names):
+            self._unload(version, ask=answers)
 
     def _save(self, version: int) -> str:
-        name = f"{PREFIX}{version}-{self._session}"
+        name = f"{PREFIX}{version}-{secrets.token_hex(3)}"
         staging = self._folder / f"{STAGING}{version}"
         self._policy.save_pretrained(str(staging), safe_serialization=True)
         staging.rename(self._folder / name)
@@ -259,14 +259,18 @@ class AdapterPublisher:
                 hint="of a server of your own: --max-lora-rank at least `lora.r`, --enable-lora, and this "
                 f"folder on its machine: {self._folder}",
             ) from error
+        self._loaded.add(version)
 
-    def _unload(self, version: int) -> None:
+    def _unload(self, version: int, *, ask: bool = True) -> None:
+        """Forget a version; `ask` the server to do so, too."""
         name = self._names.pop(version)
+        self._loaded.discard(version)
         try:
-            self._client.unload_adapter(name)
+            if ask:
+                self._client.unload_adapter(name)
         except (ServerGone, RequestRefused) as error:  # a restarted server has forgotten it by itself
             logger.info("adapter %s was not unloaded: %s", name, error)
-        shutil.rmtree(self._folder / name, ignore_errors=True)
+        shutil.rmtree(self._folder / name)
 
     def _remove_leftovers(self) -> None:
         """Unload and remove what an earlier, killed process of this run left."""
