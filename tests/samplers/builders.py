@@ -16,8 +16,12 @@ def sampling_config(*, rollout: dict[str, Any] | None = None, **ebft: Any) -> Ru
     return parse_config(
         {
             "model": {"name_or_path": "unused"},
-            "data": {"sources": [{"path": "unused.txt"}], "sequence_length": 64},
-            "ebft": {"max_completion_length": 32, **ebft},
+            "data": {
+                "sources": [{"path": "unused.txt"}],
+                "sequence_length": 64,
+                "transform": "prompt_completion",
+            },
+            "ebft": {"mode": "structured", "max_completion_length": 32, **ebft},
             "rollout": rollout or {},
         },
         origin="test",
