@@ -97,6 +97,20 @@ def total_advantages(
     return group_advantages(total, estimator=estimator, **coefficients)
 
 
+def scale_advantages(advantage: Tensor, reward: Tensor, valid: Tensor, scale: str) -> Tensor:
+    """Advantages `(*, N)` over the standard deviation of the rewards.
+
+    Args:
+        reward: `(*, N)`. valid: `(*,)`, groups that count.
+        scale: `none`; `group`: each group's own deviation; `batch`: that of all rewards of valid groups.
+    """
+    if scale == "none" or not bool(valid.any()):
+        return advantage
+    if scale == "group":
+        return advantage / (reward.double().std(dim=-1, keepdim=True) + 1e-8).float()
+    return advantage / (reward[valid].double().std() + 1e-8).float()
+
+
 def _check_estimator(estimator: str) -> None:
     if estimator not in ESTIMATORS:
         raise ValueError(f"unknown advantage_estimator {estimator!r}; known: {', '.join(ESTIMATORS)}")

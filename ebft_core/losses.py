@@ -62,6 +62,8 @@ class TokenTerms:
         reference: log-probabilities of the frozen reference, for the KL penalty.
         old_logprob: log-probabilities when the rollout was scored; set where it is used more than once.
         clip: range of the policy ratio below and above 1, with `old_logprob`.
+        sampler_logprob: what the sampler reported, where it is not the policy itself.
+        is_cap: upper bound of the importance ratio between the policy and the sampler.
     """
 
     weight: Tensor
@@ -69,6 +71,13 @@ class TokenTerms:
     reference: Tensor | None = None
     old_logprob: Tensor | None = None
     clip: tuple[float, float] = (0.2, 0.2)
+    sampler_logprob: Tensor | None = None
+    is_cap: float = 1.0
+
+    @property
+    def mergeable(self) -> bool:
+        """Whether samples with equal tokens have equal terms, but for their weight."""
+        return self.old_logprob is None and self.sampler_logprob is None
 
     @property
     def active(self) -> Tensor:
@@ -96,15 +105,31 @@ class TokenLosses(NamedTuple):
 
 def token_losses(logprob: Tensor, terms: TokenTerms, kl_estimator: str, action_count: int) -> TokenLosses:
     """Losses of generated tokens whose log-probabilities (any shape) carry the gradient."""
+    weight = terms.weight
+    ratio = importance_ratio(logprob, terms)
+    if ratio is not None:
+        weight = weight * ratio.clamp(max=terms.is_cap)
     if terms.old_logprob is None:
-        rl = policy_gradient_loss(terms.weight, logprob, action_count)
+        rl = policy_gradient_loss(weight, logprob, action_count)
     else:
-        rl = clipped_policy_loss(terms.weight, logprob, terms.old_logprob, terms.clip, action_count)
+        rl = clipped_policy_loss(weight, logprob, terms.old_logprob, terms.clip, action_count)
     if terms.reference is None:
         return TokenLosses(rl, rl.new_zeros(()))
     return TokenLosses(
         rl, kl_penalty(logprob, terms.reference, kl_estimator, action_count, samples=terms.samples)
     )
+
+
+def importance_ratio(logprob: Tensor, terms: TokenTerms) -> Tensor | None:
+    """Each token's probability under the policy when it was scored over that under its sampler; no gradient.
+
+    A completion may come from weights that are some steps old, and a server computes in other kernels: the
+    ratio, bounded by `is_cap`, weighs its tokens. None where the sampler is the policy itself.
+    """
+    if terms.sampler_logprob is None:
+        return None
+    scored = logprob.detach() if terms.old_logprob is None else terms.old_logprob
+    return (scored - terms.sampler_logprob).exp()
 
 
 def policy_gradient_loss(weight: Tensor, logprob: Tensor, action_count: int) -> Tensor:

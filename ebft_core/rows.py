@@ -62,6 +62,8 @@ def row_anchors(row: Mapping[str, Any], config: RunConfig) -> Tensor:
     (a user's turn in a chat) is left out.
     """
     ebft = config.ebft
+    if ebft.mode == "structured":  # one anchor, behind the prompt
+        return torch.as_tensor(row["prompt_lengths"][:1], dtype=torch.int64)
     lengths, prompts = list(row["document_lengths"]), list(row["prompt_lengths"])
     if not ebft.document_masking:
         lengths, prompts = [sum(lengths)], prompts[:1]
@@ -102,7 +104,7 @@ def collate_rows(
     documents = [
         torch.repeat_interleave(torch.as_tensor(row["document_lengths"], dtype=torch.int64)) for row in rows
     ]
-    return RowBatch(
+    batch = RowBatch(
         input_ids_RL=_pad(
             [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in rows], pad_token_id
         ),
@@ -111,6 +113,15 @@ def collate_rows(
         anchors_RA=_pad(anchors, NO_ANCHOR),
         row_ids_R=torch.tensor(ids, dtype=torch.int64),
     )
+    return _with_targets(batch, rows) if config.ebft.mode == "structured" else batch
+
+
+def _with_targets(batch: RowBatch, rows: Sequence[Mapping[str, Any]]) -> RowBatch:
+    """Ground truths of structured rows: everything behind the prompt, user turns marked."""
+    written = [torch.as_tensor(row["is_target"], dtype=torch.bool) for row in rows]
+    lengths = [int(row["document_lengths"][0]) - int(row["prompt_lengths"][0]) for row in rows]
+    target_length_RA = torch.tensor(lengths, dtype=torch.int64)[:, None]
+    return replace(batch, is_target_RL=_pad(written, False), target_length_RA=target_length_RA)
 
 
 def _pad(sequences: Sequence[Tensor], value: int) -> Tensor:

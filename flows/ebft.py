@@ -10,6 +10,7 @@ from tasks.evaluate_model import evaluate_model
 from tasks.flow_names import flow_run_name
 from tasks.merge_adapter import merge_adapter
 from tasks.prepare_base import prepare_base
+from tasks.provision_vllm import vllm_server
 from tasks.publish_model import publish_model
 from tasks.start_run import started_run
 from tasks.tokenize_data import tokenize_data
@@ -32,7 +33,8 @@ def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> di
     with started_run(config, overrides or [], {"prefect.flow_run": flow_run}) as run:
         base = prepare_base(run.folder)
         rows = tokenize_data(run.folder, base)
-        policy = train_policy(run.folder, base, rows)
+        with vllm_server(run.folder, base):
+            policy = train_policy(run.folder, base, rows)
         model = merge_adapter(run.folder, base, policy)
         evaluation = evaluate_model(run.folder, base, rows, model)
         if run.config.publish.enabled:

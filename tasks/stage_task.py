@@ -61,8 +61,16 @@ def stage_task(name: str, *tags: str) -> Callable[[Callable[P, R]], Task[P, R]]:
     )
 
 
-def run_stage(name: str, run_dir: str, inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def run_stage(
+    name: str,
+    run_dir: str,
+    inputs: Sequence[Mapping[str, Any]],
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
     """Bring stage `name` of the run to its verified output and return the output's reference as JSON.
+
+    Args:
+        environment: variables of the stage program beside this process's own.
 
     Raises:
         StageRefused, StagePreempted, StageFailed: as `supervise`.
@@ -83,7 +91,14 @@ def run_stage(name: str, run_dir: str, inputs: Sequence[Mapping[str, Any]]) -> d
 
         command = stage_command(name, plan.run_dir)
         try:
-            supervise(command, stage=name, run_dir=plan.run_dir, on_event=on_event, cwd=plan.working_dir)
+            supervise(
+                command,
+                stage=name,
+                run_dir=plan.run_dir,
+                on_event=on_event,
+                cwd=plan.working_dir,
+                environment=environment,
+            )
         except StageFailed as error:
             notify(name, "failed", text=str(error).splitlines()[0])
             raise

@@ -69,6 +69,7 @@ def supervise(
     on_event: EventCallback,
     cwd: Path | None = None,
     grace_seconds: float = GRACE_SECONDS,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run `command` to its end, handing every event of `run_dir/events/<stage>.jsonl` to `on_event`.
 
@@ -92,7 +93,7 @@ def supervise(
             on_event(event)
 
     log = run_dir / "logs" / f"{stage}.err.log"
-    with child_process(command, log, cwd, grace_seconds) as process:
+    with child_process(command, log, cwd, grace_seconds, environment) as process:
         while not ended(process):
             pump()
             time.sleep(POLL_SECONDS)
@@ -117,11 +118,16 @@ def stage_command(stage: str, run_dir: Path) -> list[str]:
 
 @contextlib.contextmanager
 def child_process(
-    command: Sequence[str], log: Path, cwd: Path | None, grace_seconds: float = GRACE_SECONDS
+    command: Sequence[str],
+    log: Path,
+    cwd: Path | None,
+    grace_seconds: float = GRACE_SECONDS,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """A program in a session of its own for as long as the block runs; stopped and reaped at its end.
 
-    `log` takes its standard error, `<name>.out.log` beside it (for `<name>.err.log`) its standard output.
+    `environment` is added to this process's own. `log` takes standard error, `<name>.out.log` beside it
+    (for `<name>.err.log`) standard output.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     out = log.with_name(log.name.replace(".err.log", ".out.log"))
@@ -132,7 +138,7 @@ def child_process(
             stdout=stdout,
             stderr=stderr,
             cwd=cwd,
-            env={**os.environ, SUPERVISED: "1"},
+            env={**os.environ, **(environment or {}), SUPERVISED: "1"},
             start_new_session=True,
         )
     try:

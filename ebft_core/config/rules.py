@@ -258,17 +258,6 @@ def _objective(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _mode(config: RunConfig) -> Iterator[Problem]:
-    if config.ebft.mode != "strided":
-        yield Problem(
-            ("ebft.mode",),
-            "this version has strided mode only",
-            config.ebft.mode,
-            "strided",
-            "`data.transform: prompt_completion` places the anchors in completions",
-        )
-
-
 def _batch(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
     batch, micro, steps = trainer.batch_size, trainer.micro_batch_size, trainer.gradient_accumulation_steps
@@ -350,7 +339,6 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _examples,
     _columns,
     _rows,
-    _mode,
     _samples,
     _objective,
     _batch,

@@ -69,7 +69,7 @@ class EBFTConfig(Section):
     """The algorithm (docs, *Concepts*)."""
 
     mode: Literal["strided", "structured"] = "strided"
-    """`strided`: short rollouts at anchors inside documents."""
+    """`strided`: short rollouts at anchors inside documents. `structured`: whole completions of prompts."""
     stride: PositiveInt = 8
     """Tokens between anchors."""
     context_length: PositiveInt = 8

@@ -100,6 +100,69 @@ def _server_length(config: RunConfig) -> Iterator[Problem]:
         )
 
 
+def _strided_only_knows(config: RunConfig) -> Iterator[Problem]:
+    """Keys that strided mode would ignore."""
+    ebft = config.ebft
+    if ebft.mode != "strided":
+        return
+    off = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "mask_truncated_completions": False}
+    for key, value in off.items():
+        if getattr(ebft, key) != value:
+            yield Problem(
+                (f"ebft.{key}", "ebft.mode"),
+                f"`{key}` belongs to structured mode",
+                getattr(ebft, key),
+                f"{value}, or `ebft.mode: structured`",
+            )
+    if config.rewards:
+        yield Problem(
+            ("rewards", "ebft.mode"),
+            "rewards of your own judge whole completions, and strided mode has none",
+            [reward.module for reward in config.rewards],
+            "`ebft.mode: structured`, or no `rewards`",
+        )
+
+
+def _schedule(config: RunConfig) -> Iterator[Problem]:
+    """Who may run ahead of whom."""
+    rollout = config.rollout
+    if config.ebft.mode != "structured":
+        return
+    if rollout.prefetch_depth > 0 and not rollout.use_vllm:
+        yield Problem(
+            ("rollout.prefetch_depth", "rollout.use_vllm"),
+            "completions are written by the model that is being trained: nothing can run ahead of it",
+            rollout.prefetch_depth,
+            "0, or `rollout.use_vllm: true`",
+        )
+    if rollout.prefetch_depth > 0 and config.lora is None:
+        yield Problem(
+            ("rollout.prefetch_depth", "lora"),
+            "without adapters the server is restarted with new weights, and nothing may be under way then",
+            rollout.prefetch_depth,
+            "0, or adapters (`lora`)",
+        )
+    needed = rollout.prefetch_depth + rollout.sync_interval - 1
+    if rollout.max_staleness is not None and rollout.max_staleness < needed:
+        yield Problem(
+            ("rollout.max_staleness", "rollout.prefetch_depth", "rollout.sync_interval"),
+            "every batch written ahead would be too old when its turn comes",
+            rollout.max_staleness,
+            f"at least {needed} = prefetch_depth {rollout.prefetch_depth} "
+            f"+ sync_interval {rollout.sync_interval} - 1",
+        )
+
+
+def _scale(config: RunConfig) -> Iterator[Problem]:
+    if config.ebft.scale_rewards != "none" and config.ebft.advantage_estimator == "group_norm":
+        yield Problem(
+            ("ebft.scale_rewards", "ebft.advantage_estimator"),
+            "`group_norm` divides by the spread of the rewards already",
+            config.ebft.scale_rewards,
+            "none, or `ebft.advantage_estimator: rloo`",
+        )
+
+
 def _served(config: RunConfig) -> bool:
     return config.ebft.mode == "structured" and config.rollout.use_vllm
 
@@ -110,4 +173,7 @@ STRUCTURED_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _adapters,
     _server_times,
     _server_length,
+    _strided_only_knows,
+    _schedule,
+    _scale,
 )

@@ -39,7 +39,7 @@ class RolloutConfig(Section):
     replay_buffer_size: NonNegativeInt = 0
     """Groups with a signal that are kept to stand in for groups without one. 0 is off."""
     max_rerolls: NonNegativeInt = 2
-    """Times a prompt whose generation failed is tried again at a later step before the run stops."""
+    """Times a prompt whose generation failed is tried again, with a later step, before it is left out."""
     request_timeout: float = Field(default=120.0, gt=0.0)
     """Seconds one generation request may take."""
     request_attempts: PositiveInt = 4

@@ -6,6 +6,7 @@ Resumes from the newest valid checkpoint in its work folder; is done only when `
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,10 +32,13 @@ from ebft_core.models import (
 )
 from ebft_core.rows import row_anchors
 from ebft_core.stage_runner import Preempted, StageContext
+from ebft_core.stages.structured_training import generation, own_scorer
 from ebft_core.trainers.arguments import count_steps, training_arguments
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.ebft import EBFTTrainer
 from ebft_core.trainers.ema import load_trainable
+from ebft_core.trainers.schedule import RowSchedule
+from ebft_core.trainers.structured import StructuredTrainer
 
 
 def run(context: StageContext) -> dict[str, Any]:
@@ -54,36 +58,70 @@ def run(context: StageContext) -> dict[str, Any]:
     feature_model = None
     if config.lora is None:
         feature_model = freeze_copy(policy, precision, torch.device(config.ebft.feature_device or device))
+    shared: dict[str, Any] = {
+        "pad_token_id": tokenizer.pad_token_id,
+        "attention": attention,
+        "feature_model": feature_model,
+        "evaluator": _evaluator(context, feature_model, tokenizer.pad_token_id),
+        "events": context.events,
+        "stop": context.stop,
+    }
     max_steps = count_steps(config.trainer, len(rows))
     checkpoints = context.work / "checkpoints"
-    trainer = EBFTTrainer(
-        policy,
-        config,
-        training_arguments(
-            config.trainer, checkpoints, max_steps=max_steps, device=device, precision=precision
-        ),
-        rows,
-        pad_token_id=tokenizer.pad_token_id,
-        attention=attention,
-        feature_model=feature_model,
-        evaluator=_evaluator(context, feature_model, tokenizer.pad_token_id),
-        events=context.events,
-        stop=context.stop,
+    arguments = training_arguments(
+        config.trainer, checkpoints, max_steps=max_steps, device=device, precision=precision
     )
+    with contextlib.ExitStack() as stack:
+        trainer: EBFTTrainer
+        if config.ebft.mode == "strided":
+            trainer = EBFTTrainer(policy, config, arguments, rows, **shared)
+        else:
+            canary = rows[0]["input_ids"]
+            writers = stack.enter_context(generation(context, policy, tokenizer, canary, attention))
+            trainer = StructuredTrainer(
+                policy,
+                config,
+                arguments,
+                RowSchedule(
+                    rows,
+                    batch_size=config.trainer.micro_batch_size * config.trainer.accumulation,
+                    max_steps=max_steps,
+                    num_iterations=config.rollout.num_iterations,
+                    seed=config.trainer.seed,
+                ),
+                sampler=writers.sampler,
+                publisher=writers.publisher,
+                own=own_scorer(config, tokenizer),
+                **shared,
+            )
+        _train(context, trainer, checkpoints)
+    if trainer.average is not None:
+        load_trainable(policy, trainer.average.average)
+    _save(policy, base, tokenizer, context.output, lora=config.lora is not None)
+    summary = {
+        "global_step": trainer.state.global_step,
+        "max_steps": max_steps,
+        "rows": len(rows),
+        "device": str(device),
+    }
+    (context.output / "training.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
+    return summary
+
+
+def _train(context: StageContext, trainer: EBFTTrainer, checkpoints: Path) -> None:
+    """Train to the last step, from the newest valid checkpoint if there is one.
+
+    Raises:
+        Preempted: asked to stop before the last step.
+    """
     resume = newest_checkpoint(checkpoints)
     if resume is not None:
         context.events.message(f"resuming from {resume.name}")
     context.events.phase("train")
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    step = trainer.state.global_step
+    step, max_steps = trainer.state.global_step, trainer.args.max_steps
     if step < max_steps:
         raise Preempted(f"stopped at step {step} of {max_steps}: {context.stop.reason}")
-    if trainer.average is not None:
-        load_trainable(policy, trainer.average.average)
-    _save(policy, base, tokenizer, context.output, lora=config.lora is not None)
-    summary = {"global_step": step, "max_steps": max_steps, "rows": len(rows), "device": str(device)}
-    (context.output / "training.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    return summary
 
 
 class TrainingRows(Dataset[Mapping[str, Any]]):

@@ -80,7 +80,7 @@ class EBFTTrainer(Trainer):
         )
         if self.args.world_size > 1:
             raise UserError(
-                "strided mode trains in one process",
+                "training runs in one process",
                 where="WORLD_SIZE",
                 value=self.args.world_size,
                 expected="1",
@@ -112,21 +112,25 @@ class EBFTTrainer(Trainer):
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
         return None
 
+    @property
+    def execution(self) -> dict[str, Any]:
+        """How forward passes are cut and what they share: no effect on results."""
+        trainer = self.config.trainer
+        return {"max_tokens": trainer.tokens_per_forward, "share_prefixes": trainer.share_prefixes}
+
     def training_step(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Rollout, score and backward of one micro-batch; returns its share of the loss."""
         ebft, batch = self.config.ebft, inputs["batch"].to(self.args.device)
-        trainer = self.config.trainer
-        execution: Any = {"max_tokens": trainer.tokens_per_forward, "share_prefixes": trainer.share_prefixes}
         started = self._clock()
         sums = StepSums()
         with self.accelerator.autocast():
             blocks = generate(
-                model, batch, ebft, self._uniforms(batch), share_prefixes=trainer.share_prefixes
+                model, batch, ebft, self._uniforms(batch), share_prefixes=self.config.trainer.share_prefixes
             )
             rolled_out = self._clock()
-            scored = score(self.feature_model, batch, blocks, ebft, self.attention, **execution)
+            scored = score(self.feature_model, batch, blocks, ebft, self.attention, **self.execution)
             sums.add_rollout(scored)
             featured = self._clock()
             terms = token_terms(scored, batch, ebft, attention=self.attention, reference=self.feature_model)
@@ -139,7 +143,7 @@ class EBFTTrainer(Trainer):
             ebft,
             inputs["counts"],
             attention=self.attention,
-            **execution,
+            **self.execution,
             autocast=self.accelerator.autocast,
         )
         if not math.isfinite(losses.loss):
@@ -158,6 +162,7 @@ class EBFTTrainer(Trainer):
             self._check_dropped()
             metrics = {
                 **self._sums.metrics(),
+                **self._step_metrics(),
                 "train/loss": logs["loss"],
                 "train/grad_norm": float(logs["grad_norm"]),
                 "train/learning_rate": logs["learning_rate"],
@@ -187,6 +192,10 @@ class EBFTTrainer(Trainer):
         shape = (batch.anchors_RA.shape[1], ebft.n_samples_per_prompt, ebft.generate_max_len)
         seed = self.config.trainer.seed
         return row_uniforms(batch.row_ids_R, seed=seed, step=self.state.global_step, shape=shape)
+
+    def _step_metrics(self) -> dict[str, float]:
+        """Further metrics of the finished step."""
+        return {}
 
     def _check_dropped(self) -> None:
         dropped, groups = self._sums.dropped_groups, self._sums.groups

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ebft_core.advantages import group_advantages
+from ebft_core.advantages import scale_advantages, total_advantages
 from ebft_core.attention import Backend
 from ebft_core.blocks import Blocks
 from ebft_core.config import EBFTConfig
@@ -94,10 +94,12 @@ def score(
     attention: Backend,
     max_tokens: int | None = None,
     share_prefixes: bool = True,
+    own_RAN: Tensor | None = None,
 ) -> ScoredRollout:
     """Features, rewards and advantages of the rollouts.
 
     Args:
+        own_RAN: rewards of the user's own, NaN where there is none; they are added to the feature reward.
         feature_model: the frozen network, or the PEFT policy whose adapters are disabled here. It may live
             on another device than the batch; results come back to the batch's device.
     """
@@ -127,25 +129,29 @@ def score(
         # The products are exact, but no more precise than the network that made the features.
         whiten_tol=max(config.whiten_tol, _precision_of(parameter), torch.finfo(states.samples[0].dtype).eps),
     )
-    advantage_RAN = group_advantages(
+    anchor_RA = batch.anchors_RA != NO_ANCHOR
+    valid_RA = valid_grams(gram_RAMM) & anchor_RA
+    advantage_RAN = total_advantages(
         rewards,
+        own_RAN,
         estimator=config.advantage_estimator,
         alignment_coef=config.alignment_coef,
         diversity_coef=config.diversity_coef,
     )
+    reward_RAN = rewards.reward if own_RAN is None else rewards.reward + own_RAN.nan_to_num(nan=0.0)
+    advantage_RAN = scale_advantages(advantage_RAN, reward_RAN, valid_RA, config.scale_rewards)
     distance = cfm_from_gram(gram_RAMM)
-    anchor_RA = batch.anchors_RA != NO_ANCHOR
     first_RAN = states.first_RAN.to(device)
     return ScoredRollout(
         blocks=blocks,
-        advantage_RAN=advantage_RAN,
+        advantage_RAN=torch.where(valid_RA[..., None], advantage_RAN, 0.0),
         alignment_RAN=rewards.alignment,
         diversity_RAN=rewards.diversity,
-        reward_RAN=rewards.reward,
+        reward_RAN=reward_RAN,
         cfm_RA=distance.unbiased,
         cfm_biased_RA=distance.biased,
         duplicate_RAN=first_RAN != torch.arange(first_RAN.shape[2], device=device),
-        valid_RA=valid_grams(gram_RAMM) & anchor_RA,
+        valid_RA=valid_RA,
         anchor_RA=anchor_RA,
     )
 

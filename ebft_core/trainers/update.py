@@ -15,9 +15,10 @@ blocks, S tokens that a part predicts.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -37,7 +38,7 @@ from ebft_core.logprobs import (
     scored_labels,
     token_logprobs,
 )
-from ebft_core.losses import TokenTerms, cross_entropy_loss, token_losses
+from ebft_core.losses import TokenTerms, cross_entropy_loss, importance_ratio, token_losses
 from ebft_core.model_parts import head_of, prepare_for_packing
 from ebft_core.rows import RowBatch
 
@@ -61,6 +62,48 @@ class BatchCounts:
 
 
 @dataclass
+class RatioSums:
+    """Sums over importance ratios; `+=` adds those of another micro-batch."""
+
+    count: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+    smallest: float = math.inf
+    largest: float = 0.0
+
+    def add(self, ratio: Tensor) -> None:
+        """Take in ratios of any shape."""
+        if ratio.numel():
+            ratio = ratio.double()
+            self += RatioSums(
+                ratio.numel(),
+                float(ratio.sum()),
+                float(ratio.square().sum()),
+                float(ratio.min()),
+                float(ratio.max()),
+            )
+
+    def __iadd__(self, other: RatioSums) -> RatioSums:
+        self.count += other.count
+        self.total += other.total
+        self.squares += other.squares
+        self.smallest = min(self.smallest, other.smallest)
+        self.largest = max(self.largest, other.largest)
+        return self
+
+    def metrics(self) -> dict[str, float]:
+        """Smallest, mean and largest ratio, and the effective share of the samples; empty without ratios."""
+        if not self.count:
+            return {}
+        return {
+            "rollout/is_ratio_min": self.smallest,
+            "rollout/is_ratio_mean": self.total / self.count,
+            "rollout/is_ratio_max": self.largest,
+            "rollout/effective_sample_size": self.total**2 / (self.count * self.squares),
+        }
+
+
+@dataclass
 class LossSums:
     """Total loss of a micro-batch and its parts, as shares of the optimiser batch's means; no gradient.
 
@@ -68,6 +111,7 @@ class LossSums:
         entropy: summed over the generated tokens that were scored.
         scored: number of those tokens.
         tokens_fed: generated tokens that passed through the model.
+        ratios: importance ratios of the generated tokens, before they are capped.
     """
 
     loss: float = 0.0
@@ -77,6 +121,7 @@ class LossSums:
     entropy: float = 0.0
     scored: int = 0
     tokens_fed: int = 0
+    ratios: RatioSums = field(default_factory=RatioSums)
 
 
 def accumulate_gradients(
@@ -111,9 +156,7 @@ def accumulate_gradients(
         hidden_RLH = phase.run(policy)
     leaves = documents.detached()
     later = terms_RANG.map(lambda x: x[..., 1:])
-    choice = choose_actions(
-        batch.anchors_RA, blocks, later.active.any(dim=-1), merge=later.old_logprob is None
-    )
+    choice = choose_actions(batch.anchors_RA, blocks, later.active.any(dim=-1), merge=later.mergeable)
     parts = block_parts(
         policy, leaves, batch.anchors_RA, blocks, choice, max_tokens, share_prefixes=share_prefixes
     )
@@ -156,6 +199,9 @@ class _Objective:
             logprob, entropy = token_logprobs(head, hidden_XH[rows], tokens_XN[rows], config.temperature)
         losses = token_losses(logprob, terms, config.kl_estimator, self.counts.actions)
         self._backward(config.rl_coef * losses.rl + config.kl_coef * losses.kl)
+        ratio = importance_ratio(logprob, terms)
+        if ratio is not None:
+            self.sums.ratios.add(ratio[terms.samples > 0])
         self.sums.rl += float(losses.rl.detach())
         self.sums.kl += float(losses.kl.detach())
         self.sums.entropy += float((entropy * terms.samples).sum())
