@@ -108,6 +108,9 @@ def test_given_tokens_come_on_top_of_the_bound() -> None:
     row, _ = chat_row("Hi", "a" * 59, "?" * 50, "b" * 39)  # 60 and 40 written, with the ends of turn
     request = request_of(row, config_with())
     assert request.max_new_tokens == 150 + len(request.turns[1].given_ids)
+    short, _ = chat_row("Hi", "a", "?" * 50, "b")  # the floor is one for what is written
+    request = request_of(short, config_with())
+    assert request.max_new_tokens == 64 + len(request.turns[1].given_ids)
 
 
 @pytest.mark.parametrize("is_target", [[False] * 6, [False, False, False, False, True, True]])
