@@ -8,9 +8,11 @@ the groups it took along are written again from their beginning.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
+from queue import SimpleQueue
 from typing import Protocol
 
 from ebft_core.config import RunConfig
@@ -82,11 +84,12 @@ class VLLMSampler:
         while waiting:
             restarts = self._published.restarts
             lost: list[_Work] = []
-            for work in self._written(waiting, seed, model):
-                if work.gone:
-                    lost.append(work)
-                else:
-                    groups[work.index] = _hand_over(work.group(), on_group)
+            with closing(self._written(waiting, seed, model)) as finished:
+                for work in finished:
+                    if work.gone:
+                        lost.append(work)
+                    else:
+                        groups[work.index] = _hand_over(work.group(), on_group)
             if not lost:
                 break
             self._published.recover()
@@ -99,28 +102,29 @@ class VLLMSampler:
             break
         return [groups[index] for index in range(len(requests))]
 
-    def _written(self, requests: dict[int, PromptRequest], seed: int, model: str) -> Iterator[_Work]:
+    def _written(
+        self, requests: dict[int, PromptRequest], seed: int, model: str
+    ) -> Generator[_Work, None, None]:
         """The groups as they finish, in any order."""
         N = self._ebft.n_samples_per_prompt
-        pool = ThreadPoolExecutor(min(MAX_REQUESTS, len(requests) * N), thread_name_prefix="rollout")
-        running: dict[Future[None], tuple[_Work, list[int]]] = {}
-
-        def go_on(work: _Work, samples: list[int]) -> None:
-            running[pool.submit(self._write_turn, work, samples, seed, model)] = (work, samples)
-
+        threads = _Threads(
+            min(MAX_REQUESTS, len(requests) * N),
+            lambda work, samples: self._write_turn(work, samples, seed, model),
+        )
         try:
             for index, request in requests.items():
-                go_on(_Work.of(index, request, N), list(range(N)))
-            while running:
-                for future in wait(running, return_when=FIRST_COMPLETED).done:
-                    work, samples = running.pop(future)
-                    work.note(samples, future.exception())
-                    for sample in work.open(samples):
-                        go_on(work, [sample])
-                    if work.done:
-                        yield work
+                threads.start(_Work.of(index, request, N), list(range(N)))
+            unfinished = len(requests)
+            while unfinished:
+                work, samples, error = threads.result()
+                work.note(samples, error)
+                for sample in work.open(samples):
+                    threads.start(work, [sample])
+                if work.done:
+                    unfinished -= 1
+                    yield work
         finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+            threads.end()
 
     def _write_turn(self, work: _Work, samples: list[int], seed: int, model: str) -> None:
         """The next turn of samples with the same history (all in the first turn, one later on)."""
@@ -185,7 +189,7 @@ class _Work:
     def of(cls, index: int, request: PromptRequest, n_samples: int) -> _Work:
         return cls(index, request, [Conversation(request) for _ in range(n_samples)])
 
-    def note(self, samples: list[int], error: BaseException | None) -> None:
+    def note(self, samples: list[int], error: Exception | None) -> None:
         """Take in how a turn of these samples ended; errors that are no answer's are raised."""
         self.under_way -= 1
         if error is None:
@@ -210,6 +214,41 @@ class _Work:
     def group(self) -> Group:
         samples = [None if j in self.failed else c.finish() for j, c in enumerate(self.conversations)]
         return Group(self.request.row_id, samples, self.problem)
+
+
+class _Threads:
+    """Threads that write turns. Daemons, so that a run that stops does not wait for a server's answer."""
+
+    def __init__(self, count: int, write: Callable[[_Work, list[int]], None]) -> None:
+        self._write = write
+        self._ended = False
+        self._turns: SimpleQueue[tuple[_Work, list[int]] | None] = SimpleQueue()
+        self._results: SimpleQueue[tuple[_Work, list[int], Exception | None]] = SimpleQueue()
+        self._count = count
+        for number in range(count):
+            threading.Thread(target=self._run, name=f"request-{number}", daemon=True).start()
+
+    def start(self, work: _Work, samples: list[int]) -> None:
+        self._turns.put((work, samples))
+
+    def result(self) -> tuple[_Work, list[int], Exception | None]:
+        """The next turn that is over, and the error that ended it."""
+        return self._results.get()
+
+    def end(self) -> None:
+        """Start nothing more; what is under way ends by itself."""
+        self._ended = True
+        for _ in range(self._count):
+            self._turns.put(None)
+
+    def _run(self) -> None:
+        while (turn := self._turns.get()) is not None and not self._ended:
+            error: Exception | None = None
+            try:
+                self._write(*turn)
+            except Exception as caught:  # noqa: BLE001 (handed to the caller's thread)
+                error = caught
+            self._results.put((*turn, error))
 
 
 def _hand_over(group: Group, on_group: OnGroup | None) -> Group:

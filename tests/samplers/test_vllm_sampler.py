@@ -261,6 +261,27 @@ def test_an_answer_that_is_no_completion_is_not_used(
     assert said in str(group.problem)
 
 
+def test_a_caller_that_stops_leaves_no_thread_at_work(
+    stub: tuple[str, Path], faults: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Requests that wait for a thread are not sent any more; threads do not keep the process alive."""
+    monkeypatch.setattr("ebft_core.samplers.vllm.MAX_REQUESTS", 1)
+    inject(faults, slow=0.05)  # twelve requests of ten tokens would take six seconds
+
+    def stop(group: Group) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        sampler(stub[0]).sample(
+            [request(row, [row], length=10) for row in range(12)], seed=1, version=0, on_group=stop
+        )
+    left = [thread for thread in threading.enumerate() if thread.name.startswith("request-")]
+    assert all(thread.daemon for thread in left)
+    for thread in left:
+        thread.join(2.5)
+        assert not thread.is_alive()
+
+
 def test_errors_that_are_no_answers_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     client = VLLMClient("http://127.0.0.1:1", "theirs")
 
