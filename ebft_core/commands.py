@@ -85,7 +85,12 @@ def evaluate(
             pipeline.write(rows, Path(scratch, "work"))
         with _progress(console, "evaluating") as on_progress:
             comparison = compare_models(
-                baseline, model, read_rows(rows / HELDOUT), config, progress=on_progress
+                baseline,
+                model,
+                read_rows(rows / HELDOUT),
+                config,
+                stop_token_ids=pipeline.maker.stop_ids if pipeline.maker else (),
+                progress=on_progress,
             )
     document = comparison.evaluation.to_json()
     if as_json:

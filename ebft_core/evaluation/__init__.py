@@ -1,8 +1,9 @@
 """Measure models on held-out rows and compare two of them.
 
 `records.py` holds what is measured, `metrics.py` turns it into sums per document, `summary.py` is the
-result (JSON), `table.py` prints it; these import without torch. `measure.py` runs one model over rows,
-`compare.py` runs two. torch is imported when one of their names is touched.
+result (JSON), `table.py` prints it, `examples.py` picks rollouts to read; these import without torch.
+`sampling.py` lets a model write, `measure.py` runs one model over rows, `compare.py` runs two. torch is
+imported when one of their names is touched.
 """
 
 from __future__ import annotations

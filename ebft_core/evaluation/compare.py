@@ -11,11 +11,13 @@ import numpy as np
 from torch import nn
 
 from ebft_core.bootstrap import paired_bootstrap
-from ebft_core.config import EvaluateConfig, RunConfig
+from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
-from ebft_core.evaluation.measure import Row, document_at, evaluate_rows
-from ebft_core.evaluation.metrics import METRICS, document_sums, documents_of, metric_means
+from ebft_core.evaluation.examples import make_examples
+from ebft_core.evaluation.measure import evaluate_rows
+from ebft_core.evaluation.metrics import document_sums, documents_of, metric_means, metrics_of
 from ebft_core.evaluation.records import Measurements
+from ebft_core.evaluation.sampling import Row
 from ebft_core.evaluation.summary import Evaluation, RolloutExample
 from ebft_core.models import (
     load_causal_lm,
@@ -25,9 +27,6 @@ from ebft_core.models import (
     select_precision,
 )
 from ebft_core.rows import row_anchors
-
-CONTEXT_TOKENS = 48
-"""Tokens shown before an example's anchor."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +43,7 @@ def compare_models(
     heldout: Sequence[Row],
     config: RunConfig,
     *,
+    stop_token_ids: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
     """Evaluate base and tuned model on the same rows with the same random numbers.
@@ -54,10 +54,13 @@ def compare_models(
         base_path, tuned_path: model folders with the same tokenizer.
         heldout: the tokenized held-out rows (a `datasets.Dataset` will do).
         config: sections `evaluate`, `ebft`, `trainer` (device, precision, attention) and `model`.
+        stop_token_ids: tokens that end a turn of a completion (see `data/stop_tokens.py`); structured mode
+            needs them.
         progress: called with (rows done, rows in all), counting both models.
 
     Raises:
         UserError: no usable held-out row, or a tuned model with another vocabulary.
+        ValueError: structured mode without `stop_token_ids`.
     """
     rows = select_rows(heldout, config)
     tokenizer = load_tokenizer(base_path, config)
@@ -84,6 +87,7 @@ def compare_models(
             seed=config.evaluate.seed,
             pad_token_id=tokenizer.pad_token_id,
             batch_rows=config.evaluate.batch_rows,
+            stop_token_ids=stop_token_ids,
             attention=select_attention(config.trainer, device),
             progress=on_rows,
         )
@@ -94,8 +98,8 @@ def compare_models(
     _check_vocabulary(base, tuned, tuned_path)
     of_tuned = measure(tuned)
     return Comparison(
-        evaluation=summarise(of_base, of_tuned, config.evaluate, base_path, tuned_path),
-        examples=_examples(rows, of_base, of_tuned, config.evaluate.sample_rollouts, tokenizer),
+        evaluation=summarise(of_base, of_tuned, config, base_path, tuned_path),
+        examples=make_examples(rows, of_base, of_tuned, config.evaluate.sample_rollouts, tokenizer),
     )
 
 
@@ -106,7 +110,7 @@ def select_rows(heldout: Sequence[Row], config: RunConfig) -> list[Row]:
     `row_id` is its number in the held-out set. Rows without room for an anchor are passed over.
 
     Raises:
-        UserError: no row has room for an anchor.
+        UserError: no row has room for an anchor, or there is no row.
     """
     order = np.random.default_rng(config.evaluate.seed).permutation(len(heldout))
     chosen: list[Row] = []
@@ -117,23 +121,36 @@ def select_rows(heldout: Sequence[Row], config: RunConfig) -> list[Row]:
         if len(chosen) == config.evaluate.max_rows:
             break
     if not chosen:
-        raise UserError(
-            "no held-out row has room for an anchor",
-            where="data.heldout_fraction",
-            value=f"{len(heldout)} held-out rows",
-            expected="documents longer than ebft.context_length + ebft.generate_max_len",
-            hint="hold out more documents, or lower ebft.context_length",
-        )
+        raise _nothing_to_measure(len(heldout), config)
     return sorted(chosen, key=lambda row: int(row["row_id"]))
 
 
+def _nothing_to_measure(found: int, config: RunConfig) -> UserError:
+    if config.ebft.mode == "structured":
+        return UserError(
+            "no example is held out",
+            where="data.heldout_fraction",
+            value=config.data.heldout_fraction,
+            expected="held-out documents of which at least one makes an example",
+            hint="hold out more documents; the stage `tokenize` says which rows were left out",
+        )
+    return UserError(
+        "no held-out row has room for an anchor",
+        where="data.heldout_fraction",
+        value=f"{found} held-out rows",
+        expected="documents longer than ebft.context_length + ebft.generate_max_len",
+        hint="hold out more documents, or lower ebft.context_length",
+    )
+
+
 def summarise(
-    base: Measurements, tuned: Measurements, config: EvaluateConfig, base_path: Path, tuned_path: Path
+    base: Measurements, tuned: Measurements, config: RunConfig, base_path: Path, tuned_path: Path
 ) -> Evaluation:
     """Paired estimates of every metric."""
+    settings = config.evaluate
     documents = sorted(set(documents_of(base)) | set(documents_of(tuned)))
     metrics = {}
-    for name, metric in METRICS.items():
+    for name, metric in metrics_of(base).items():
         of_base = document_sums(base, metric, documents)
         of_tuned = document_sums(tuned, metric, documents)
         metrics[name] = paired_bootstrap(
@@ -141,9 +158,9 @@ def summarise(
             of_base.weight_D,
             of_tuned.sum_D,
             of_tuned.weight_D,
-            resamples=config.bootstrap_samples,
-            confidence=config.confidence,
-            seed=config.seed,
+            resamples=settings.bootstrap_samples,
+            confidence=settings.confidence,
+            seed=settings.seed,
             transform=metric.transform,
         )
     return Evaluation(
@@ -155,24 +172,32 @@ def summarise(
         blocks=len(base.blocks),
         dropped_base=base.dropped_blocks,
         dropped_tuned=tuned.dropped_blocks,
-        n_samples=config.n_samples,
-        seed=config.seed,
-        confidence=config.confidence,
-        bootstrap_samples=config.bootstrap_samples,
+        n_samples=settings.n_samples,
+        seed=settings.seed,
+        confidence=settings.confidence,
+        bootstrap_samples=settings.bootstrap_samples,
         metrics=metrics,
+        mode=config.ebft.mode,
     )
 
 
 def training_evaluator(
-    rows: Sequence[Row], config: RunConfig, *, feature_model: nn.Module | None, pad_token_id: int
+    rows: Sequence[Row],
+    config: RunConfig,
+    *,
+    feature_model: nn.Module | None,
+    pad_token_id: int,
+    stop_token_ids: Sequence[int] = (),
 ) -> Callable[[nn.Module], Mapping[str, float]]:
     """A function from the policy to its metrics on `rows` (which carry `row_id`), by the names of `METRICS`.
 
     Args:
         feature_model: the frozen feature network; None: the policy with its adapters disabled.
+        stop_token_ids: tokens that end a turn of a completion; structured mode needs them.
 
     Raises (when called):
-        UserError: no row has room for an anchor.
+        UserError: the architecture is not supported. FloatingPointError: the policy has diverged.
+        ValueError: structured mode without `stop_token_ids`.
     """
 
     def evaluate(policy: nn.Module) -> Mapping[str, float]:
@@ -187,6 +212,7 @@ def training_evaluator(
             seed=config.trainer.seed,
             pad_token_id=pad_token_id,
             batch_rows=config.trainer.micro_batch_size,
+            stop_token_ids=stop_token_ids,
             attention=select_attention(config.trainer, device),
         )
         return metric_means(measurements)
@@ -203,33 +229,3 @@ def _check_vocabulary(base: Any, tuned: Any, tuned_path: Path) -> None:
             value=f"{found} tokens",
             expected=f"{wanted} tokens",
         )
-
-
-def _examples(
-    rows: Sequence[Row], base: Measurements, tuned: Measurements, count: int, tokenizer: Any
-) -> list[RolloutExample]:
-    """`count` anchors, evenly spread over everything that was measured."""
-    by_id = {int(row["row_id"]): row for row in rows}
-    total = len(base.blocks)
-    numbers = sorted({int((i + 0.5) * total / count) for i in range(count)}) if count else []
-    examples = []
-    for number in numbers:
-        old, new = base.blocks[number], tuned.blocks[number]
-        row = by_id[old.row_id]
-        ids = row["input_ids"]
-        start = max(document_at(row, old.anchor - 1)[1], old.anchor - CONTEXT_TOKENS)
-        end = old.anchor + len(old.tokens[0])
-        examples.append(
-            RolloutExample(
-                row_id=old.row_id,
-                document=old.document,
-                anchor=old.anchor,
-                context=tokenizer.decode(ids[start : old.anchor]),
-                ground_truth=tokenizer.decode(ids[old.anchor : end]),
-                base_samples=tuple(tokenizer.decode(block) for block in old.tokens),
-                tuned_samples=tuple(tokenizer.decode(block) for block in new.tokens),
-                base_alignments=old.alignments,
-                tuned_alignments=new.alignments,
-            )
-        )
-    return examples

@@ -7,26 +7,24 @@ random numbers for every sampled token, so their difference is not blurred by sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from ebft_core.attention.packed import Backend
-from ebft_core.blocks import first_duplicates
+from ebft_core.blocks import Blocks, first_duplicates
 from ebft_core.config import RunConfig
+from ebft_core.evaluation.examples import document_at
 from ebft_core.evaluation.records import BlockRecord, LikelihoodRecord, Measurements
+from ebft_core.evaluation.sampling import Row, sample_blocks
 from ebft_core.features import extract_features
 from ebft_core.geometry import NO_ANCHOR, pack_layout
 from ebft_core.logprobs import IGNORE, PackedOutput, packed_forward
 from ebft_core.losses import cfm
 from ebft_core.model_parts import evaluation_mode
 from ebft_core.rewards import valid_groups
-from ebft_core.rows import RowBatch, collate_rows, row_uniforms
-from ebft_core.samplers.strided import rollout
-
-Row = Mapping[str, Any]
+from ebft_core.rows import RowBatch, collate_rows
 
 
 def evaluate_rows(
@@ -39,6 +37,7 @@ def evaluate_rows(
     seed: int,
     pad_token_id: int,
     batch_rows: int,
+    stop_token_ids: Sequence[int] = (),
     attention: Backend = "sdpa",
     progress: Callable[[int], None] | None = None,
 ) -> Measurements:
@@ -52,29 +51,41 @@ def evaluate_rows(
         feature_model: the frozen feature network; a PEFT model runs with its adapters disabled.
         n_samples: N, samples per anchor.
         seed: of the rollouts.
+        stop_token_ids: tokens that end a turn of a completion; structured mode needs them.
         progress: called with the number of rows that were just finished.
 
     Raises:
         UserError: the architecture is not supported. FloatingPointError: the policy has diverged.
+        ValueError: structured mode without `stop_token_ids`.
     """
     measurements = Measurements()
     for start in range(0, len(rows), batch_rows):
         part = rows[start : start + batch_rows]
         batch = collate_rows(part, config, pad_token_id).to(_device(policy))
         with torch.no_grad(), evaluation_mode(policy):
-            tokens_RANG = _sample(policy, batch, config, n_samples, seed)
+            blocks = sample_blocks(
+                policy,
+                part,
+                batch,
+                config,
+                n_samples=n_samples,
+                seed=seed,
+                pad_token_id=pad_token_id,
+                stop_token_ids=stop_token_ids,
+            )
             output = packed_forward(
                 policy,
                 batch.input_ids_RL,
                 batch.anchors_RA,
-                tokens_RANG,
+                blocks.tokens_RANG,
                 temperature=config.ebft.temperature,
                 labels_RL=batch.labels_RL,
                 document_ids_RL=batch.document_ids_RL,
                 attention=attention,
+                blocks=blocks,
             )
         measurements.likelihoods += _likelihoods(part, batch, output)
-        measurements.blocks += _blocks(part, batch, output, tokens_RANG, feature_model, config, attention)
+        measurements.blocks += _blocks(part, batch, output, blocks, feature_model, config, attention)
         if progress is not None:
             progress(len(part))
     return measurements
@@ -82,22 +93,6 @@ def evaluate_rows(
 
 def _device(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _sample(policy: nn.Module, batch: RowBatch, config: RunConfig, n_samples: int, seed: int) -> Tensor:
-    ebft = config.ebft
-    shape = (batch.anchors_RA.shape[1], n_samples, ebft.generate_max_len)
-    return rollout(
-        policy,
-        batch.input_ids_RL,
-        batch.anchors_RA,
-        n_samples=n_samples,
-        generate_max_len=ebft.generate_max_len,
-        temperature=ebft.temperature,
-        top_p=ebft.top_p,
-        document_ids_RL=batch.document_ids_RL,
-        uniforms_RANG=row_uniforms(batch.row_ids_R, seed=seed, step=0, shape=shape),
-    )
 
 
 def _likelihoods(rows: Sequence[Row], batch: RowBatch, output: PackedOutput) -> Iterator[LikelihoodRecord]:
@@ -124,31 +119,25 @@ def _blocks(
     rows: Sequence[Row],
     batch: RowBatch,
     output: PackedOutput,
-    tokens_RANG: Tensor,
+    blocks: Blocks,
     feature_model: nn.Module,
     config: RunConfig,
     attention: Backend,
 ) -> Iterator[BlockRecord]:
     """One record for every anchor, in the order of rows and anchors."""
-    there = batch.to(_device(feature_model))
-    phi_RAND, target_RAD = extract_features(
-        feature_model,
-        there.input_ids_RL,
-        there.anchors_RA,
-        tokens_RANG.to(there.input_ids_RL.device),
-        feature_layers=config.ebft.feature_layers,
-        embed_method=config.ebft.embed_method,
-        document_ids_RL=there.document_ids_RL,
-        attention=attention,
-    )
-    phi_RAND, target_RAD = phi_RAND.cpu(), target_RAD.cpu()
+    phi_RAND, target_RAD = _features(batch, blocks, feature_model, config, attention)
+    blocks, anchors_RA = blocks.to(torch.device("cpu")), batch.anchors_RA.cpu()
     distance, usable_RA = cfm(phi_RAND, target_RAD), valid_groups(phi_RAND, target_RAD)
     alignment_RAN = torch.einsum("rand,rad->ran", phi_RAND.double(), target_RAD.double())
     diversity_RA = _mean_similarity(phi_RAND)
-    duplicate_RAN = first_duplicates(tokens_RANG).cpu() != torch.arange(tokens_RANG.shape[2])
-    entropy_RA = output.entropy_RANG.double().mean(dim=(-1, -2)).cpu()
-    anchors_RA, tokens_RANG = batch.anchors_RA.cpu(), tokens_RANG.cpu()
+    first_RAN = first_duplicates(blocks.tokens_RANG, blocks.length_RAN)
+    duplicate_RAN = first_RAN != torch.arange(first_RAN.shape[2])
+    # Entropies are 0 where there is no action.
+    actions_RA = blocks.action_RANG.sum(dim=(-1, -2)).clamp(min=1)
+    entropy_RA = output.entropy_RANG.double().cpu().sum(dim=(-1, -2)) / actions_RA
     for r, a in (anchors_RA != NO_ANCHOR).nonzero().tolist():
+        tokens, written = blocks.tokens_RANG[r, a].tolist(), blocks.action_RANG[r, a].tolist()
+        lengths, cut_RAN = blocks.length_RAN[r, a].tolist(), blocks.truncated_RAN
         yield BlockRecord(
             row_id=int(batch.row_ids_R[r]),
             anchor=int(anchors_RA[r, a]),
@@ -160,8 +149,32 @@ def _blocks(
             diversity=float(diversity_RA[r, a]),
             duplicate_rate=float(duplicate_RAN[r, a].double().mean()),
             entropy=float(entropy_RA[r, a]),
-            tokens=tuple(tuple(block) for block in tokens_RANG[r, a].tolist()),
+            tokens=tuple(tuple(block[:n]) for block, n in zip(tokens, lengths, strict=True)),
+            written=tuple(tuple(block[:n]) for block, n in zip(written, lengths, strict=True)),
+            truncated=None if cut_RAN is None else tuple(cut_RAN[r, a].tolist()),
         )
+
+
+def _features(
+    batch: RowBatch, blocks: Blocks, feature_model: nn.Module, config: RunConfig, attention: Backend
+) -> tuple[Tensor, Tensor]:
+    """`phi_RAND` and `target_RAD` on the CPU, computed where the feature network is."""
+    device = _device(feature_model)
+    there, blocks = batch.to(device), blocks.to(device)
+    phi_RAND, target_RAD = extract_features(
+        feature_model,
+        there.input_ids_RL,
+        there.anchors_RA,
+        blocks.tokens_RANG,
+        feature_layers=config.ebft.feature_layers,
+        embed_method=config.ebft.embed_method,
+        document_ids_RL=there.document_ids_RL,
+        attention=attention,
+        blocks=blocks,
+        target_length_RA=there.target_length_RA,
+        target_action_RL=there.is_target_RL,
+    )
+    return phi_RAND.cpu(), target_RAD.cpu()
 
 
 def _mean_similarity(phi_RAND: Tensor) -> Tensor:
@@ -174,13 +187,3 @@ def _mean_similarity(phi_RAND: Tensor) -> Tensor:
     own_RA = phi_RAND.square().sum(dim=(-1, -2))
     all_RA = phi_RAND.sum(dim=2).square().sum(dim=-1)
     return (all_RA - own_RA) / (N * (N - 1)) if N > 1 else torch.full_like(own_RA, float("nan"))
-
-
-def document_at(row: Row, position: int) -> tuple[str, int]:
-    """Hash and first token of the document that holds token `position` of a row."""
-    start = 0
-    for length, document in zip(row["document_lengths"], row["document_hashes"], strict=True):
-        if position < start + length:
-            return str(document), start
-        start += length
-    raise IndexError(f"token {position} lies outside a row of {start} tokens")

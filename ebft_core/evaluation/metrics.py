@@ -1,7 +1,8 @@
 """The metrics of an evaluation: what each is, its direction, and its sums per document.
 
 Every metric is a ratio Σ sum / Σ weight over documents (perplexity its exponential), which is what the
-bootstrap resamples. The weights are supervised tokens for cross-entropy and blocks for the rest.
+bootstrap resamples. The weights are supervised tokens for cross-entropy, written tokens for the entropy and
+blocks for the rest.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ class Metric:
         per: what the weights count.
         block_value: the metric of one block (None: cross-entropy, which has token sums of its own).
         transform: applied to the mean.
+        completions_only: blocks of a fixed length do not have it.
     """
 
     label: str
@@ -33,6 +35,11 @@ class Metric:
     per: Literal["token", "block"]
     block_value: Callable[[BlockRecord], float] | None = None
     transform: Callable[[Floats], Floats] | None = None
+    completions_only: bool = False
+
+    def weight(self, block: BlockRecord) -> int:
+        """What a block counts."""
+        return block.written_tokens if self.per == "token" else 1
 
 
 METRICS: Mapping[str, Metric] = {
@@ -48,7 +55,21 @@ METRICS: Mapping[str, Metric] = {
     ),
     "diversity": Metric("similarity between samples", None, "block", lambda block: block.diversity),
     "duplicate_rate": Metric("duplicate rate", "lower", "block", lambda block: block.duplicate_rate),
-    "entropy": Metric("entropy (nats)", None, "block", lambda block: block.entropy),
+    "entropy": Metric("entropy (nats)", None, "token", lambda block: block.entropy),
+    "completion_tokens": Metric(
+        "completion length (tokens)",
+        None,
+        "block",
+        lambda block: block.written_tokens / len(block.tokens),
+        completions_only=True,
+    ),
+    "truncated_rate": Metric(
+        "completions cut at their bound",
+        None,
+        "block",
+        lambda block: float(np.mean(block.truncated or ())),
+        completions_only=True,
+    ),
 }
 
 
@@ -64,6 +85,12 @@ class DocumentSums:
         """Σ sum / Σ weight; NaN without any weight."""
         weight = float(self.weight_D.sum())
         return float(self.sum_D.sum()) / weight if weight > 0 else float("nan")
+
+
+def metrics_of(measurements: Measurements) -> dict[str, Metric]:
+    """The metrics that these measurements have: without those of completions where there are none."""
+    completions = any(block.truncated is not None for block in measurements.blocks)
+    return {name: metric for name, metric in METRICS.items() if completions or not metric.completions_only}
 
 
 def documents_of(measurements: Measurements) -> list[str]:
@@ -83,8 +110,9 @@ def document_sums(measurements: Measurements, metric: Metric, documents: Sequenc
         return DocumentSums(sum_D, weight_D)
     for block in measurements.blocks:
         if block.usable:
-            sum_D[index[block.document]] += metric.block_value(block)
-            weight_D[index[block.document]] += 1
+            weight = metric.weight(block)
+            sum_D[index[block.document]] += metric.block_value(block) * weight
+            weight_D[index[block.document]] += weight
     return DocumentSums(sum_D, weight_D)
 
 
@@ -92,7 +120,7 @@ def metric_means(measurements: Measurements) -> dict[str, float]:
     """Every metric of one model; those that the measurements do not determine are left out."""
     documents = documents_of(measurements)
     means = {}
-    for name, metric in METRICS.items():
+    for name, metric in metrics_of(measurements).items():
         mean = document_sums(measurements, metric, documents).mean
         if np.isfinite(mean):
             means[name] = float(metric.transform(np.array(mean))) if metric.transform else mean

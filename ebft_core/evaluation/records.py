@@ -16,8 +16,11 @@ class BlockRecord:
         alignments: the cosine of every sample with the ground truth.
         diversity: mean cosine between different samples (small is diverse); NaN for N = 1.
         duplicate_rate: share of the samples that repeat an earlier one.
-        entropy: mean entropy of the policy at the sampled positions, at the sampling temperature, in nats.
-        tokens: the N sampled blocks, G token ids each.
+        entropy: mean entropy of the policy at the tokens it wrote, at the sampling temperature, in nats.
+        tokens: the N sampled blocks: G token ids each, or as many as a completion has.
+        written: for each of them, whether the policy wrote it; a user's turn inside a completion was given.
+        truncated: completions that met their length bound before they ended; None for blocks of a fixed
+            length.
     """
 
     row_id: int
@@ -31,6 +34,13 @@ class BlockRecord:
     duplicate_rate: float
     entropy: float
     tokens: tuple[tuple[int, ...], ...]
+    written: tuple[tuple[bool, ...], ...]
+    truncated: tuple[bool, ...] | None = None
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that the policy wrote, in all samples."""
+        return sum(map(sum, self.written))
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """The result of a comparison, and its JSON form (`evaluation.json`, schema `ebft.evaluation/1`):
 
     {"schema": "ebft.evaluation/1",
+     "mode",                                            strided | structured
      "base": {"path"}, "tuned": {"path"},               the two models
      "rows", "documents", "tokens", "blocks",           how much was measured (tokens: supervised ones)
      "dropped_blocks": {"base", "tuned"},               blocks with unusable features, in no mean
@@ -18,12 +19,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal, Self
 
 from ebft_core.bootstrap import PairedEstimate
 from ebft_core.evaluation.metrics import METRICS
 
 SCHEMA = "ebft.evaluation/1"
+
+Spans = tuple[tuple[int, int], ...]
+"""Parts of a text: (first character, character behind the last)."""
 
 
 @dataclass(frozen=True)
@@ -43,11 +47,13 @@ class Evaluation:
     confidence: float
     bootstrap_samples: int
     metrics: Mapping[str, PairedEstimate]
+    mode: Literal["strided", "structured"] = "strided"
 
     def to_json(self) -> dict[str, Any]:
         """The document described above."""
         return {
             "schema": SCHEMA,
+            "mode": self.mode,
             "base": {"path": self.base_path},
             "tuned": {"path": self.tuned_path},
             "rows": self.rows,
@@ -87,13 +93,34 @@ class Evaluation:
             dropped_base=document["dropped_blocks"]["base"],
             dropped_tuned=document["dropped_blocks"]["tuned"],
             metrics={name: PairedEstimate.from_json(value) for name, value in document["metrics"].items()},
+            mode=document.get("mode", "strided"),  # not in the files of earlier versions
             **{name: document[name] for name in plain},
         )
 
 
 @dataclass(frozen=True)
+class CompletionNote:
+    """What a completion's text does not show.
+
+    Attributes:
+        tokens: how many the model wrote.
+        truncated: it met its length bound before it ended.
+        given: characters that the model did not write: a user's turns.
+    """
+
+    tokens: int
+    truncated: bool
+    given: Spans = ()
+
+
+@dataclass(frozen=True)
 class RolloutExample:
-    """One anchor for people to read: what stands before it, what follows, and what both models wrote."""
+    """One anchor for people to read: what stands before it, what follows, and what both models wrote.
+
+    Attributes:
+        ground_truth_given: characters of the ground truth that a policy would not have to write.
+        base_notes, tuned_notes: one per sample where the samples are whole completions, else empty.
+    """
 
     row_id: int
     document: str
@@ -104,10 +131,26 @@ class RolloutExample:
     tuned_samples: tuple[str, ...]
     base_alignments: tuple[float, ...]
     tuned_alignments: tuple[float, ...]
+    ground_truth_given: Spans = ()
+    base_notes: tuple[CompletionNote, ...] = ()
+    tuned_notes: tuple[CompletionNote, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """JSON values under the same names."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`; what a file of an earlier version does not have stays empty."""
+        plain = {name: _tuples(value) for name, value in values.items()}
+        for name in ("base_notes", "tuned_notes"):
+            notes = values.get(name, ())
+            plain[name] = tuple(CompletionNote(**{**note, "given": _tuples(note["given"])}) for note in notes)
+        return cls(**plain)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _metric_json(name: str, estimate: PairedEstimate) -> dict[str, Any]:

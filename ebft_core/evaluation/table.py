@@ -49,9 +49,13 @@ def verdict(name: str, estimate: PairedEstimate) -> Text:
 
 def _caption(evaluation: Evaluation) -> str:
     dropped = evaluation.dropped_base + evaluation.dropped_tuned
+    if evaluation.mode == "structured":
+        kind, samples = "prompts", f"with {evaluation.n_samples} completions each"
+    else:
+        kind, samples = "blocks", f"of {evaluation.n_samples} samples"
     return (
         f"{evaluation.rows} rows, {evaluation.documents} documents, {evaluation.tokens} tokens, "
-        f"{evaluation.blocks} blocks of {evaluation.n_samples} samples"
-        + (f", {dropped} blocks dropped" if dropped else "")
+        f"{evaluation.blocks} {kind} {samples}"
+        + (f", {dropped} {kind} dropped" if dropped else "")
         + f"; paired bootstrap over documents, {evaluation.confidence:.0%} intervals"
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ebft_core.base_model import read_base
+from ebft_core.data.stop_tokens import read_stop_token_ids
 from ebft_core.data.store import read_rows
 from ebft_core.evaluation import Comparison, compare_models
 from ebft_core.manifests import write_json_atomic
@@ -27,12 +28,15 @@ def run(context: StageContext) -> dict[str, Any]:
             raise Preempted(f"stopped while evaluating: {context.stop.reason}")
         context.events.progress("evaluate", done, total, "rows")
 
+    tokenized = context.inputs["tokenize"]
+    structured = context.config.ebft.mode == "structured"
     context.events.phase("evaluate")
     comparison = compare_models(
         read_base(context.inputs["prepare_base"]).path,
         context.inputs["merge"] / "model",
-        read_rows(context.inputs["tokenize"] / "heldout"),
+        read_rows(tokenized / "heldout"),
         context.config,
+        stop_token_ids=read_stop_token_ids(tokenized) if structured else (),
         progress=progress,
     )
     write_json_atomic(context.output / EVALUATION_FILE, comparison.evaluation.to_json())

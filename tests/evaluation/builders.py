@@ -63,6 +63,48 @@ def run_config(**ebft: Any) -> RunConfig:
     )
 
 
+STOPS = [1, 5]
+"""Tokens that end a turn of the structured examples."""
+
+
+def structured_config(**ebft: Any) -> RunConfig:
+    """A small run of whole completions; keyword arguments change section `ebft`."""
+    settings = {"mode": "structured", "max_completion_length": 18, "temperature": 0.8, **ebft}
+    settings = {"n_samples_per_prompt": 2, **settings}
+    strided = run_config().model_dump()
+    return parse_config(
+        {
+            "model": {"name_or_path": "unused"},
+            "data": {"sources": [{"path": "unused.jsonl"}], "transform": "prompt_completion"},
+            "ebft": settings,
+            "rollout": {"use_vllm": False},
+            "trainer": {"device": "cpu", "precision": "float32"},
+            "evaluate": strided["evaluate"],
+        }
+    )
+
+
+def make_example(prompt: int, turns: list[int], seed: int, *, given: int = 3) -> dict[str, Any]:
+    """A structured row: `prompt` tokens, then turns of these lengths with `given` tokens between them."""
+    generator = torch.Generator().manual_seed(seed)
+    on = [False] * prompt
+    for number, length in enumerate(turns):
+        on += [False] * (given if number else 0) + [True] * length
+    ids = torch.randint(6, VOCAB, (len(on),), generator=generator).tolist()
+    for i, here in enumerate(on):
+        if here and (i + 1 == len(on) or not on[i + 1]):
+            ids[i] = STOPS[0]
+    return {
+        "input_ids": ids,
+        "labels": [token if here else -100 for token, here in zip(ids, on, strict=True)],
+        "is_target": on,
+        "document_lengths": [len(ids)],
+        "prompt_lengths": [prompt],
+        "document_hashes": [f"doc-{seed}"],
+        "row_id": seed,
+    }
+
+
 def make_row(
     lengths: list[int], seed: int, *, prompt: int = 0, hashes: list[str] | None = None
 ) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from peft import LoraConfig, get_peft_model
 
 from ebft_core.config import RunConfig
 from ebft_core.evaluation import Measurements, evaluate_rows, training_evaluator
-from ebft_core.evaluation.metrics import METRICS, document_sums, documents_of, metric_means
+from ebft_core.evaluation.metrics import METRICS, document_sums, documents_of, metric_means, metrics_of
 from ebft_core.geometry import place_anchors
 from ebft_core.rows import row_uniforms
 from evaluation.builders import make_row, run_config, tiny_model
@@ -83,7 +83,7 @@ def test_means_are_weighted_by_tokens_and_blocks() -> None:
     assert means["ce"] == pytest.approx(ce, rel=1e-5)
     assert means["perplexity"] == pytest.approx(math.exp(ce), rel=1e-4)
     assert means["cfm"] == pytest.approx(sum(b.cfm for b in measured.blocks) / len(measured.blocks))
-    assert list(means) == list(METRICS)
+    assert list(means) == [name for name, metric in METRICS.items() if not metric.completions_only]
 
 
 def test_rows_of_one_document_are_one_cluster() -> None:
@@ -118,7 +118,7 @@ def test_rows_without_room_for_an_anchor_still_have_a_cross_entropy() -> None:
 
 def test_one_sample_has_no_unbiased_cfm_and_no_similarity() -> None:
     measured = _measure(tiny_model(seed=1), tiny_model(seed=0), CASES["text"], run_config(), n_samples=1)
-    assert {"cfm", "diversity"} == set(METRICS) - set(metric_means(measured))
+    assert {"cfm", "diversity"} == set(metrics_of(measured)) - set(metric_means(measured))
 
 
 def test_unusable_features_are_counted_and_enter_no_mean() -> None:
