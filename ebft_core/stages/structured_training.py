@@ -65,7 +65,7 @@ def generation(
         publisher = ModelPublisher(
             client, published, policy, tokenizer, canary, config, server_folder=folder, attention=attention
         )
-    with contextlib.closing(publisher), contextlib.closing(client):
+    with contextlib.closing(client), contextlib.closing(publisher):
         yield Generation(VLLMSampler(client, config, stops, publisher), publisher)
 
 
