@@ -274,9 +274,9 @@ class AdapterPublisher:
 
     def _remove_leftovers(self) -> None:
         """Unload and remove what an earlier, killed process of this run left."""
+        for model in self._client.models():
+            if model.parent is not None and model.root and Path(model.root).parent == self._folder:
+                self._client.unload_adapter(model.name)
         if self._folder.exists():
-            for model in self._client.models():
-                if model.parent is not None and model.root and Path(model.root).parent == self._folder:
-                    self._client.unload_adapter(model.name)
             shutil.rmtree(self._folder)
         self._folder.mkdir(parents=True)

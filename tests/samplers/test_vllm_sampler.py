@@ -123,6 +123,23 @@ def test_turns_go_on_behind_given_tokens_on_their_own_history(stub: tuple[str, P
     assert cut
 
 
+def test_later_turns_are_drawn_independently(stub: tuple[str, Path], faults: Path) -> None:
+    """Turns of one token behind the same given token have one distribution; their tokens still differ."""
+    wanted = [request(0, [3], given=[[1], [1]])]
+    options: dict[str, Any] = {"stops": tuple(range(VOCAB)), "temperature": 2.0, "n_samples_per_prompt": 16}
+    found = [sample.token_ids for sample in samples(run(stub[0], wanted, **options)[0])]
+    second, third = [tokens[2] for tokens in found], [tokens[4] for tokens in found]
+    assert len(set(second)) > 3
+    assert sum(a != b for a, b in zip(second, third, strict=True)) > 3
+
+
+def test_a_completion_that_fills_the_servers_context_is_truncated(
+    stub: tuple[str, Path], faults: Path
+) -> None:
+    (group,) = run(stub[0], [request(0, [3] * 90, length=30, given=[[1]])])  # 96 tokens is all it takes
+    assert [(len(sample.token_ids), sample.truncated) for sample in samples(group)] == [(6, True)] * 4
+
+
 def test_a_rerun_samples_alike_in_any_company(stub: tuple[str, Path], faults: Path) -> None:
     wanted = [request(row, [row], length=12, given=[[1, 2]]) for row in range(6)]
     options: dict[str, Any] = {"stops": (4, 9, 17), "n_samples_per_prompt": 3}

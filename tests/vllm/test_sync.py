@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -20,7 +21,6 @@ from ebft_core.errors import UserError
 from ebft_core.samplers.vllm import VLLMSampler, connect
 from ebft_core.vllm.client import ServerGone, VLLMClient
 from ebft_core.vllm.model_sync import ModelPublisher
-from ebft_core.vllm.processes import free_port
 from ebft_core.vllm.state import ServerLost
 from ebft_core.vllm.sync import AdapterPublisher
 from tests.oracles.tiny_models import with_lora
@@ -203,13 +203,17 @@ def test_lasting_faults_end_a_publication_which_can_be_tried_again(
     published.close()
 
 
+@pytest.mark.parametrize("folder_left", [True, False])
 def test_what_a_killed_process_left_is_removed_and_its_names_are_not_used_again(
-    client: VLLMClient, model: Path, tmp_path: Path
+    client: VLLMClient, model: Path, tmp_path: Path, folder_left: bool
 ) -> None:
     policy = make_policy(model)
     first = publisher(client, tmp_path, policy)
     first.publish(4)
-    (tmp_path / "adapters" / ".staging-5").mkdir()
+    if folder_left:
+        (tmp_path / "adapters" / ".staging-5").mkdir()
+    else:
+        shutil.rmtree(tmp_path / "adapters")
     second = publisher(client, tmp_path, policy)
     assert (served(client), folders(tmp_path)) == ([], [])
     second.publish(4)
@@ -253,8 +257,10 @@ def test_a_canary_needs_something_to_predict(client: VLLMClient, model: Path, tm
 
 
 def test_a_server_without_a_keeper_that_stays_away_is_lost(model: Path, tmp_path: Path) -> None:
-    client = VLLMClient(f"http://127.0.0.1:{free_port()}", "theirs", timeout=0.5, attempts=1)
-    published = publisher(client, tmp_path, make_policy(model), served_config(vllm={"startup_timeout": 1.0}))
+    config = served_config(vllm={"startup_timeout": 1.0})
+    with running_stub(tmp_path) as (url, _):
+        client = VLLMClient(url, "theirs", timeout=0.5, attempts=1)
+        published = publisher(client, tmp_path, make_policy(model), config)
     began = time.monotonic()
     with pytest.raises(ServerLost, match="no answer from the vLLM server"):
         published.recover()
