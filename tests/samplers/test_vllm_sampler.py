@@ -288,7 +288,7 @@ def test_a_caller_that_stops_leaves_no_thread_at_work(
     def stop(group: Group) -> None:
         raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as caught:
         sampler(stub[0]).sample(
             [request(row, [row], length=10) for row in range(12)], seed=1, version=0, on_group=stop
         )
@@ -297,6 +297,7 @@ def test_a_caller_that_stops_leaves_no_thread_at_work(
     for thread in left:
         thread.join(2.5)
         assert not thread.is_alive()
+    assert caught.tb is not None  # its frames were alive until here, and with them what they hold
 
 
 def test_errors_that_are_no_answers_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
