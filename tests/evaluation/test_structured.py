@@ -9,10 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from data.builders import byte_tokenizer, write_jsonl
+from data.builders import tiny_model as tiny_data_model
 from datasets import Dataset
+from peft import LoraConfig, get_peft_model
 from rich.console import Console
+from typer.testing import CliRunner
 
 from ebft_core.base_model import BaseModelInfo, digest_model_folder, write_base
+from ebft_core.cli import app
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from ebft_core.evaluation import (
@@ -125,6 +130,27 @@ def test_the_number_of_samples_is_the_evaluation_s_own() -> None:
     assert inside["duplicate_rate"] in [n / 12 for n in range(7)]
 
 
+def test_a_policy_with_adapters_is_measured_with_them_and_its_features_without() -> None:
+    """The evaluation during training: the same as with a network of the features' own."""
+    policy = get_peft_model(
+        tiny_model(seed=0), LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    with torch.no_grad():
+        for name, parameter in policy.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(torch.randn_like(parameter))
+    policy.train()
+    options = {"pad_token_id": 2, "stop_token_ids": STOPS}
+    config, base = structured_config(), tiny_model(seed=0)
+    inside = training_evaluator(ROWS, config, feature_model=None, **options)(policy)
+    outside = training_evaluator(ROWS, config, feature_model=base, **options)(policy)
+    untuned = training_evaluator(ROWS, config, feature_model=base, **options)(base)
+    assert inside == pytest.approx(outside, abs=1e-6)
+    assert abs(inside["ce"] - untuned["ce"]) > 1e-3
+    assert inside["completion_tokens"] != untuned["completion_tokens"]
+    assert policy.training
+
+
 def test_without_a_stop_token_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="end a turn"):
         evaluate_rows(
@@ -225,6 +251,37 @@ def test_the_stage_reads_the_stop_tokens_of_the_data(tmp_path: Path, base: Path,
     assert result.metrics["ce"] == expected.evaluation.metrics["ce"]
     rollouts = json.loads((output / "rollouts.json").read_text())["rollouts"]
     assert rollouts[0]["tuned_notes"][0]["tokens"] > 0
+
+
+def test_the_command_compares_two_folders(tmp_path: Path) -> None:
+    """Outside of a run: the data is tokenized anew, and tells where completions end."""
+    torch.manual_seed(0)
+    tiny_data_model(tmp_path / "base", byte_tokenizer())
+    tiny_data_model(tmp_path / "tuned", byte_tokenizer())
+    records = [{"prompt": f"What is {i} + {i}? ", "completion": f"It is {2 * i}."} for i in range(20)]
+    write_jsonl(tmp_path / "rows.jsonl", records)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {{name_or_path: unused}}\ndata: {{sources: [{{path: '{tmp_path}/rows.jsonl'}}],"
+        " transform: prompt_completion, sequence_length: 64, heldout_fraction: 0.4}\n"
+        "ebft: {mode: structured, max_completion_length: 12}\nrollout: {use_vllm: false}\n"
+        "evaluate: {max_rows: 4, n_samples: 2, bootstrap_samples: 50}\n"
+        "trainer: {precision: float32, device: cpu}\n",
+        encoding="utf-8",
+    )
+    options = [
+        "--model",
+        tmp_path / "tuned",
+        "--baseline",
+        tmp_path / "base",
+        "--config",
+        tmp_path / "run.yaml",
+    ]
+    result = CliRunner().invoke(app, ["evaluate", *map(str, options), "--output", str(tmp_path / "out.json")])
+    assert result.exit_code == 0, result.output
+    assert "4 prompts with 2 completions each" in " ".join(result.output.split())
+    metrics = json.loads((tmp_path / "out.json").read_text())["metrics"]
+    assert 1 <= metrics["completion_tokens"]["tuned"] <= 12
+    assert metrics["ce"]["difference"] != 0
 
 
 def test_nothing_held_out_is_said_in_the_words_of_the_mode() -> None:
