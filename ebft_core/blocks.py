@@ -63,7 +63,8 @@ class BlockChoice:
     """The chosen blocks of every row, and where each block of the batch finds its result.
 
     Attributes:
-        index_RX: number b·N + j of each chosen block, in the order of the row; 0 where `valid_RX` is False.
+        index_RX: number b·N + j of each chosen block, longest first, else in the order of the row; 0 where
+            `valid_RX` is False.
         valid_RX: False pads rows with fewer chosen blocks.
         position_RB: for every block of the batch, the place of its stand-in in `index_RX`.
         computed_RB: whether it has one.
@@ -104,12 +105,14 @@ class BlockChoice:
         return result_RX.scatter_add_(1, place_RB, flat_RB * self.computed_RB.view(R, B, *ones))
 
 
-def choose_blocks(first_RAN: Tensor, wanted_RAN: Tensor) -> BlockChoice:
+def choose_blocks(first_RAN: Tensor, wanted_RAN: Tensor, length_RAN: Tensor) -> BlockChoice:
     """Choose each wanted block once.
 
     Args:
         first_RAN: for every sample, the first sample of its group with the same tokens.
         wanted_RAN: blocks whose results are needed.
+        length_RAN: tokens; blocks of similar length stand together, so that their forward pass holds little
+            padding.
     """
     R, A, N = first_RAN.shape
     start_A1 = torch.arange(A, device=first_RAN.device)[:, None] * N
@@ -118,15 +121,15 @@ def choose_blocks(first_RAN: Tensor, wanted_RAN: Tensor) -> BlockChoice:
     needed_RB.scatter_add_(1, stand_in_RB, wanted_RAN.flatten(1).int())
     chosen_RB = needed_RB > 0
     width = int(chosen_RB.sum(dim=1).max()) if chosen_RB.numel() else 0
-    index_RX = chosen_RB.int().argsort(dim=1, descending=True, stable=True)[:, :width]
+    key_RB = torch.where(chosen_RB, 1 + length_RAN.flatten(1), 0)
+    order_RB = key_RB.argsort(dim=1, descending=True, stable=True)
+    place_RB = torch.empty_like(order_RB)
+    place_RB.scatter_(1, order_RB, torch.arange(A * N, device=order_RB.device).expand_as(order_RB))
+    index_RX = order_RB[:, :width]
     valid_RX = chosen_RB.gather(1, index_RX)
-    place_RB = (chosen_RB.cumsum(dim=1) - 1).clamp(min=0)
-    return BlockChoice(
-        index_RX.masked_fill(~valid_RX, 0),
-        valid_RX,
-        place_RB.gather(1, stand_in_RB),
-        chosen_RB.gather(1, stand_in_RB),
-    )
+    computed_RB = chosen_RB.gather(1, stand_in_RB)
+    position_RB = place_RB.gather(1, stand_in_RB).masked_fill(~computed_RB, 0)
+    return BlockChoice(index_RX.masked_fill(~valid_RX, 0), valid_RX, position_RB, computed_RB)
 
 
 def first_duplicates(tokens_RANG: Tensor, length_RAN: Tensor | None = None) -> Tensor:

@@ -186,7 +186,7 @@ def _block_states(
     """Pooled states `(R, A, N, …)` of all blocks, each distinct block computed once."""
     first_RAN = first_duplicates(blocks.tokens_RANG, blocks.length_RAN)
     wanted_RAN = (anchors_RA >= 0)[..., None] & (blocks.length_RAN > 0)
-    choice = choose_blocks(first_RAN, wanted_RAN)
+    choice = choose_blocks(first_RAN, wanted_RAN, blocks.length_RAN)
     N = first_RAN.shape[2]
     anchors_RX = choice.pick_anchors(anchors_RA, N)
     tokens_RXG, length_RX = choice.pick(blocks.tokens_RANG), choice.pick(blocks.length_RAN)

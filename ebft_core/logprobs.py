@@ -202,7 +202,7 @@ def choose_actions(
         used_RAN = used_RAN & wanted_RAN
     itself = torch.arange(used_RAN.shape[2], device=used_RAN.device).expand_as(used_RAN)
     first_RAN = first_duplicates(blocks.tokens_RANG, blocks.length_RAN) if merge else itself
-    return choose_blocks(first_RAN, used_RAN)
+    return choose_blocks(first_RAN, used_RAN, blocks.length_RAN)
 
 
 def _later_tokens(

@@ -116,7 +116,7 @@ def test_choice_by_brute_force() -> None:
     wanted = torch.rand(2, 3, 4, generator=generator) < 0.6
     value = torch.randn(2, 3, 4, generator=generator)
     first = first_duplicates(tokens, length)
-    choice = choose_blocks(first, wanted)
+    choice = choose_blocks(first, wanted, length)
     texts = [
         [tuple(tokens[r, a, n, : length[r, a, n]].tolist()) for a in range(3) for n in range(4)]
         for r in range(2)
@@ -127,6 +127,7 @@ def test_choice_by_brute_force() -> None:
         for b, text in enumerate(texts[r]):
             groups.setdefault((b // 4, text), []).append(b)
         needed = sorted(members[0] for members in groups.values() if any(flags[b] for b in members))
+        needed = sorted(needed, key=lambda b: -len(texts[r][b]))
         assert choice.index_RX[r][choice.valid_RX[r]].tolist() == needed
         sums = choice.sum(value)[r]
         for members in groups.values():
