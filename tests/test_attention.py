@@ -82,7 +82,7 @@ def test_chunks_cover_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     uniforms = torch.rand(2, 4, 3, 4, generator=torch.Generator().manual_seed(1))
     sample = {"n_samples": 3, "generate_max_len": 4, "temperature": 1.0, "uniforms_RANG": uniforms}
     reference = rollout(model, ids, ANCHORS, **sample)
-    monkeypatch.setattr("ebft_core.attention.decode.CHUNK_BLOCKS", 5)
+    monkeypatch.setattr("ebft_core.attention.decode.CHUNK_BLOCKS", {"cpu": 5})
     assert torch.equal(rollout(model, ids, ANCHORS, **sample), reference)
 
 

@@ -21,7 +21,10 @@ CHUNK_QUERIES = 256
 
 @dataclass(frozen=True)
 class Chunk:
-    """Packed tokens `start:stop`, the prefix length they look at, and the prefix's additive mask."""
+    """Packed tokens `start:stop`, the prefix length they look at, and the prefix's additive mask.
+
+    The mask is repeated for the query heads that share a key where `make_plan` was told to: X·Q queries.
+    """
 
     start: int
     stop: int
@@ -39,8 +42,12 @@ class ChunkPlan:
     chunks: list[Chunk]
 
 
-def make_plan(layout: PackedLayout, dtype: torch.dtype) -> ChunkPlan:
-    """Masks and chunk borders of a packed batch; masks are additive, in the dtype of the queries."""
+def make_plan(layout: PackedLayout, dtype: torch.dtype, groups: int = 1) -> ChunkPlan:
+    """Masks and chunk borders of a packed batch; masks are additive, in the dtype of the queries.
+
+    Args:
+        groups: query heads that share a key and are folded into the query axis.
+    """
     layout = _common_rows(layout)
     L, S = layout.length, layout.block_length
     device = layout.anchors_RA.device
@@ -57,7 +64,7 @@ def make_plan(layout: PackedLayout, dtype: torch.dtype) -> ChunkPlan:
         prefix = max(1, int(last_A[after - 1]))
         queries = torch.arange(start, stop, device=device)
         mask = dense_mask(layout, queries, torch.arange(prefix, device=device))
-        chunks.append(Chunk(start, stop, prefix, additive(mask, dtype)))
+        chunks.append(Chunk(start, stop, prefix, additive(mask, dtype).repeat(1, 1, groups, 1)))
     return ChunkPlan(L, S, document_mask, chunks)
 
 

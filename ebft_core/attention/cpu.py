@@ -14,6 +14,7 @@ X queries of a chunk, P prefix tokens, B blocks of a chunk, S tokens of a block,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,6 +35,38 @@ def packed_attention(
     and values follow those of the documents: `(R, J, L + X, K)`.
     """
     return _PackedAttention.apply(query_RHTK, key_RJTK, value_RJTK, plan, scale)
+
+
+def decode_attention(
+    query_RHBK: Tensor,
+    prefix: tuple[Tensor, Tensor],
+    own: tuple[Tensor, Tensor],
+    chunks: Sequence[tuple[slice, int, Tensor]],
+    scale: float,
+) -> Tensor:
+    """Attention output `(R, H, B, K)` of one query per block; no gradient.
+
+    Args:
+        prefix: keys and values of the documents, `(R, J, L, K)`.
+        own: keys and values of the blocks, `(R, J, B, S, K)`: the query's own token is the last.
+        chunks: slices of blocks, how much of the prefix they see, and that part's mask,
+            `(R, 1, Q·X, P)`.
+    """
+    R, H, B, K = query_RHBK.shape
+    J = prefix[0].shape[1]
+    o = torch.empty_like(query_RHBK, memory_format=torch.contiguous_format)
+    z = torch.empty(R, H, B, dtype=torch.float32)
+    key, value = prefix
+    for blocks, end, mask in chunks:
+        o[:, :, blocks], z[:, :, blocks] = _prefix(
+            query_RHBK[:, :, blocks], key[:, :, :end], value[:, :, :end], mask, scale
+        )
+    query_RJBQK = query_RHBK.reshape(R, J, -1, B, K).transpose(2, 3)
+    scores = (query_RJBQK @ own[0].transpose(-1, -2)).float() * scale
+    own_z = scores.logsumexp(dim=-1)
+    own_o = (scores - own_z[..., None]).exp_().to(o.dtype) @ own[1]
+    own_o, own_z = own_o.transpose(2, 3).reshape(R, H, B, K), own_z.transpose(2, 3).reshape(R, H, B)
+    return _join(o, z, own_o, own_z)[0].to(o.dtype)
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -113,27 +146,30 @@ def _chunk_forward(
 ) -> tuple[Tensor, Tensor]:
     """Output `(R, H, X, K)` and log-sum-exp `(R, H, X)` of one chunk."""
     R, H, X, K = query.shape
-    J = key.shape[1]
-    folded, mask = _fold(query, J), chunk.mask_R1XP.repeat(1, 1, H // J, 1)
-    prefix_o, prefix_z = _flash(
-        folded,
-        key[:, :, : chunk.prefix],
-        value[:, :, : chunk.prefix],
-        0.0,
-        False,
-        attn_mask=mask,
-        scale=scale,
-    )
-    prefix_o, prefix_z = prefix_o.reshape(R, H, X, K), prefix_z.reshape(R, H, X)
+    before = slice(0, chunk.prefix)
+    prefix_o, prefix_z = _prefix(query, key[:, :, before], value[:, :, before], chunk.mask_R1XP, scale)
     scores = _own_scores(query, key, chunk, block_length, scale)
     own_z = scores.logsumexp(dim=-1)
     own_o = (scores - own_z[..., None]).exp().to(value.dtype) @ _blocks(value, chunk, block_length)[
         :, :, None
     ]
-    own_o, own_z = own_o.reshape(R, H, X, K), own_z.reshape(R, H, X)
-    z = torch.logaddexp(prefix_z, own_z)
-    o = prefix_o * (prefix_z - z).exp()[..., None] + own_o * (own_z - z).exp()[..., None]
-    return o, z
+    return _join(prefix_o, prefix_z, own_o.reshape(R, H, X, K), own_z.reshape(R, H, X))
+
+
+def _prefix(
+    query: Tensor, key: Tensor, value: Tensor, mask_R1XP: Tensor, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Output `(R, H, X, K)` and log-sum-exp `(R, H, X)` over the documents; a mask row per folded query."""
+    R, H, X, K = query.shape
+    folded = _fold(query, key.shape[1])
+    o, z = _flash(folded, key, value, 0.0, False, attn_mask=mask_R1XP, scale=scale)
+    return o.reshape(R, H, X, K), z.reshape(R, H, X)
+
+
+def _join(o: Tensor, z: Tensor, own_o: Tensor, own_z: Tensor) -> tuple[Tensor, Tensor]:
+    """Two attentions over different keys as one."""
+    joint = torch.logaddexp(z, own_z)
+    return torch.addcmul(o * (z - joint).exp_()[..., None], own_o, (own_z - joint).exp_()[..., None]), joint
 
 
 def _chunk_backward(
@@ -160,7 +196,7 @@ def _chunk_backward(
         lse.reshape(R, J, -1),
         0.0,
         False,
-        attn_mask=chunk.mask_R1XP.repeat(1, 1, H // J, 1),
+        attn_mask=chunk.mask_R1XP,
         scale=scale,
     )
     d_key[:, :, before] += dk

@@ -16,11 +16,15 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from ebft_core.attention.chunks import additive
+from ebft_core.attention.cpu import decode_attention
 from ebft_core.geometry import PackedLayout
 from ebft_core.masks import dense_mask
 
-CHUNK_BLOCKS = 128
+CHUNK_BLOCKS = {"cpu": 64, "cuda": 128}
 """Blocks per score matrix: neighbouring anchors share a prefix bound, so most masked scores are skipped."""
+
+DecodeChunk = tuple[slice, int, Tensor]
+"""Blocks, the prefix length they look at, and that prefix's additive mask."""
 
 
 @dataclass
@@ -43,23 +47,14 @@ class PrefixCache:
     layout: PackedLayout
     step: int | None = None
     _layers: dict[int, _LayerCache] = field(default_factory=dict)
-    _masks: list[tuple[slice, int, Tensor]] = field(default_factory=list)
+    _chunks: list[DecodeChunk] = field(default_factory=list)
     _document_mask: Tensor | None = None
 
     def __post_init__(self) -> None:
         layout = self.layout
-        device = layout.document_RT.device
         if layout.document_masking:
-            index_L = torch.arange(layout.length, device=device)
+            index_L = torch.arange(layout.length, device=layout.document_RT.device)
             self._document_mask = dense_mask(layout, index_L, index_L)
-        A, B = layout.anchors_RA.shape[1], layout.num_blocks
-        last_A = layout.anchors_RA.amax(dim=0).cummax(dim=0).values.tolist() if A else []
-        for start in range(0, B, CHUNK_BLOCKS):
-            stop = min(B, start + CHUNK_BLOCKS)
-            prefix = max(0, int(last_A[(stop - 1) // layout.n_samples]))
-            queries = layout.length + torch.arange(start, stop, device=device) * layout.block_length
-            mask = dense_mask(layout, queries, torch.arange(prefix, device=device))
-            self._masks.append((slice(start, stop), prefix, additive(mask, torch.float32)))
 
     def attend(
         self, layer: int, query_RHTK: Tensor, key_RJTK: Tensor, value_RJTK: Tensor, scale: float
@@ -71,6 +66,9 @@ class PrefixCache:
 
     def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         R, J, _, K = key.shape
+        if not self._layers:
+            folds = query.device.type == "cpu"
+            self._chunks = _chunks_of(self.layout, query.dtype, query.shape[1] // J if folds else 1)
         own_shape = (R, J, self.layout.num_blocks, self.layout.block_length, K)
         self._layers[layer] = _LayerCache(key, value, key.new_empty(own_shape), value.new_empty(own_shape))
         groups = query.shape[1] // J
@@ -87,10 +85,14 @@ class PrefixCache:
         cache.key_own_RJBGK[:, :, :, step] = key
         cache.value_own_RJBGK[:, :, :, step] = value
         R, J, B, K = key.shape
+        if query.device.type == "cpu":
+            prefix = cache.key_prefix_RJLK, cache.value_prefix_RJLK
+            own = cache.key_own_RJBGK[:, :, :, : step + 1], cache.value_own_RJBGK[:, :, :, : step + 1]
+            return decode_attention(query, prefix, own, self._chunks, scale)
         query_RJQBK = query.view(R, J, -1, B, K) * scale
         outputs = [
             self._attend_chunk(cache, query_RJQBK[:, :, :, blocks], blocks, prefix, mask, step + 1)
-            for blocks, prefix, mask in self._masks
+            for blocks, prefix, mask in self._chunks
         ]
         return torch.cat(outputs, dim=3).reshape(R, -1, B, K)
 
@@ -113,3 +115,19 @@ class PrefixCache:
         weights = scores.softmax(dim=-1).to(value_RJPK.dtype)
         from_prefix = (weights[..., :prefix].reshape(R, J, Q * B, prefix) @ value_RJPK).view(R, J, Q, B, K)
         return from_prefix + torch.einsum("rjqbs,rjbsk->rjqbk", weights[..., prefix:], value_RJBSK)
+
+
+def _chunks_of(layout: PackedLayout, dtype: torch.dtype, groups: int) -> list[DecodeChunk]:
+    """Chunks of neighbouring blocks; masks are repeated for query heads folded into the query axis."""
+    device = layout.document_RT.device
+    A, B = layout.anchors_RA.shape[1], layout.num_blocks
+    last_A = layout.anchors_RA.amax(dim=0).cummax(dim=0).values.tolist() if A else []
+    size = CHUNK_BLOCKS["cuda" if device.type == "cuda" else "cpu"]
+    chunks = []
+    for start in range(0, B, size):
+        stop = min(B, start + size)
+        prefix = max(1, int(last_A[(stop - 1) // layout.n_samples]))
+        queries = layout.length + torch.arange(start, stop, device=device) * layout.block_length
+        mask = additive(dense_mask(layout, queries, torch.arange(prefix, device=device)), dtype)
+        chunks.append((slice(start, stop), prefix, mask.repeat(1, 1, groups, 1)))
+    return chunks

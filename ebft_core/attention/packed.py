@@ -90,8 +90,10 @@ class BlockAttention:
         value = torch.cat([self.documents.values[layer], value_RJXK], dim=2)
         if self.backend == "flex":
             return flex(query_RHXK, key, value, self._block_mask, scale)
-        plan = self._plan = self._plan or make_plan(self.layout, query_RHXK.dtype)
-        if query_RHXK.device.type == "cpu":
+        folds = query_RHXK.device.type == "cpu"
+        groups = query_RHXK.shape[1] // key.shape[1] if folds else 1
+        plan = self._plan = self._plan or make_plan(self.layout, query_RHXK.dtype, groups)
+        if folds:
             return packed_attention(query_RHXK, key, value, plan, scale)
         return self._chunked(plan, query_RHXK, *_repeat(query_RHXK, key, value), scale)
 

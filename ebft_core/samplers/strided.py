@@ -17,8 +17,11 @@ from ebft_core.attention.shared import SharedAttention, last_tokens_trie
 from ebft_core.geometry import PackedLayout, count_positions, pack_layout
 from ebft_core.model_parts import backbone_of, evaluation_mode, head_of, prepare_for_packing
 
-HEAD_ROWS = 1024
+HEAD_ROWS = 512
 """Positions per call of the head while sampling: bounds the logits that exist at once."""
+
+CDF_BIN = 128
+"""Tokens per bin of the cumulative distribution: bins are summed first, then one of them is looked into."""
 
 
 def rollout(
@@ -116,6 +119,7 @@ def _decode_blocks(
             cache.step = step
             so_far_RBS = tokens_RBG[:, :, : step + 1]
             trie = last_tokens_trie(anchors_RB, so_far_RBS) if share_prefixes else None
+            share_prefixes = trie is not None  # samples that have parted stay apart
             position_RB = position_RBG[:, :, step]
             if trie is None:
                 hidden_RXH = run_backbone(backbone, tokens_RB, position_RB, cache)
@@ -159,15 +163,38 @@ def _sample(
 def _inverse_cdf(
     logits_XV: Tensor, uniforms_XN: Tensor, temperature: float, top_p: float
 ) -> tuple[Tensor, Tensor]:
-    """Tokens `(X, N)`: the first whose cumulative probability exceeds the number; and the totals `(X, 1)`."""
-    probs_XV = (logits_XV / temperature).softmax(dim=-1)
+    """Tokens `(X, N)`: the first whose cumulative probability exceeds the number; and the totals `(X, 1)`.
+
+    A running sum over the vocabulary is slow and loses digits: bins are found by their sums, tokens in bins.
+    """
+    probs_XV = logits_XV.div_(temperature).softmax(dim=-1)
     if top_p < 1.0:
         probs_XV = _nucleus(probs_XV, top_p)
-    cdf_XV = probs_XV.cumsum(dim=-1)
+    V = probs_XV.shape[1]
+    whole = V - V % CDF_BIN
+    sums_XC = probs_XV[:, :whole].unflatten(1, (-1, CDF_BIN)).sum(dim=-1)
+    if whole < V:
+        sums_XC = torch.cat([sums_XC, probs_XV[:, whole:].sum(dim=-1, keepdim=True)], dim=1)
+    bin_XN, share_XN, total_X1 = _pick(sums_XC, uniforms_XN.to(sums_XC))
+    token_XNC = bin_XN[..., None] * CDF_BIN + torch.arange(CDF_BIN, device=bin_XN.device)
+    inside_XNC = probs_XV.gather(1, token_XNC.clamp(max=V - 1).flatten(1)).view(token_XNC.shape)
+    inside_XNC = inside_XNC.masked_fill_(token_XNC >= V, 0.0)
+    offset_XN1, _, _ = _pick(inside_XNC, share_XN[..., None])
+    return (bin_XN * CDF_BIN + offset_XN1[..., 0]).clamp_(max=V - 1), total_X1
+
+
+def _pick(mass_C: Tensor, uniforms_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """First entries whose cumulative mass exceeds the numbers' shares of the total, all `(*, N)`; how far
+    into the entry's own mass the numbers fall, in [0, 1); and the totals `(*, 1)`.
+    """
+    cdf_C = mass_C.cumsum(dim=-1)
     # Scaling by the last value keeps a uniform number below the total although sums are rounded.
-    total_X1 = cdf_XV[:, -1:]
-    tokens_XN = torch.searchsorted(cdf_XV, uniforms_XN.to(cdf_XV) * total_X1, right=True)
-    return tokens_XN.clamp_(max=cdf_XV.shape[-1] - 1), total_X1
+    total_1 = cdf_C[..., -1:]
+    target_N = uniforms_N * total_1
+    entry_N = torch.searchsorted(cdf_C, target_N, right=True).clamp_(max=cdf_C.shape[-1] - 1)
+    mass_N = mass_C.gather(-1, entry_N)
+    share_N = (target_N - (cdf_C.gather(-1, entry_N) - mass_N)) / mass_N
+    return entry_N, share_N.clamp_(0.0, 1.0 - torch.finfo(share_N.dtype).eps), total_1
 
 
 def _nucleus(probs_XV: Tensor, top_p: float) -> Tensor:
