@@ -11,6 +11,7 @@ from ebft_core.config import parse_config
 from ebft_core.errors import UserErrors
 
 SCRATCH = {"model.name_or_path": None, "model.from_scratch": {"sources": ["stdlib:*.py"]}}
+STRUCTURED = {"ebft.mode": "structured", "data.transform": "prompt_completion"}
 
 BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     # name, changes to the valid file below, key the error points at, part of what it says
@@ -67,11 +68,50 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("row too short", {"ebft.context_length": 1017}, "ebft.context_length", "long enough"),
     ("row too short", {"ebft.min_completion_prefix": 1017}, "ebft.min_completion_prefix", "long enough"),
     ("block longer than a row", {"ebft.generate_max_len": 1017}, "ebft.context_length", "long enough"),
+    ("strided, top_k", {"ebft.top_k": 20}, "ebft.top_k", "belongs to structured mode"),
+    ("strided, min_p", {"ebft.min_p": 0.05}, "ebft.min_p", "belongs to structured mode"),
     (
-        "structured",
-        {"ebft.mode": "structured", "data.transform": "prompt_completion"},
-        "ebft.mode",
-        "strided mode only",
+        "strided, repetition penalty",
+        {"ebft.repetition_penalty": 1.1},
+        "ebft.repetition_penalty",
+        "belongs to structured mode",
+    ),
+    (
+        "strided, truncated completions",
+        {"ebft.mask_truncated_completions": True},
+        "ebft.mask_truncated_completions",
+        "belongs to structured mode",
+    ),
+    ("strided, own rewards", {"rewards": [{"module": "m:f"}]}, "rewards", "strided mode has none"),
+    (
+        "ahead of itself",
+        {**STRUCTURED, "rollout.use_vllm": False, "rollout.prefetch_depth": 1},
+        "rollout.prefetch_depth",
+        "nothing can run ahead",
+    ),
+    (
+        "ahead of a restart",
+        {**STRUCTURED, "lora": None, "rollout.prefetch_depth": 1},
+        "rollout.prefetch_depth",
+        "restarted with new weights",
+    ),
+    (
+        "staleness below the prefetch",
+        {**STRUCTURED, "rollout.prefetch_depth": 2, "rollout.max_staleness": 1},
+        "rollout.max_staleness",
+        "too old",
+    ),
+    (
+        "staleness below the sync interval",
+        {**STRUCTURED, "rollout.sync_interval": 3, "rollout.max_staleness": 1},
+        "rollout.max_staleness",
+        "too old",
+    ),
+    (
+        "scaled twice",
+        {"ebft.scale_rewards": "group", "ebft.advantage_estimator": "group_norm"},
+        "ebft.scale_rewards",
+        "divides by the spread",
     ),
     (
         "N = 1, rloo",
@@ -140,6 +180,21 @@ ALLOWED: list[dict[str, Any]] = [
     {"lora.target_modules": r".*\.(q|k)_proj"},
     {"lora": None, "ebft.feature_device": "cuda:1"},
     {"vllm": {}},
+    {"ebft.top_k": 0, "ebft.min_p": 0.0, "ebft.repetition_penalty": 1.0, "rewards": []},
+    {
+        **STRUCTURED,
+        "ebft.top_k": 20,
+        "ebft.min_p": 0.05,
+        "ebft.repetition_penalty": 1.1,
+        "ebft.mask_truncated_completions": True,
+        "rewards": [{"module": "m:f"}],
+    },
+    {**STRUCTURED, "rollout.use_vllm": False},
+    {**STRUCTURED, "lora": None, "rollout.sync_interval": 16},
+    {**STRUCTURED, "rollout.prefetch_depth": 2, "rollout.sync_interval": 2, "rollout.max_staleness": 3},
+    {"rollout.prefetch_depth": 1, "rollout.max_staleness": 0},  # strided mode reads neither
+    {"ebft.scale_rewards": "batch"},
+    {"ebft.scale_rewards": "none", "ebft.advantage_estimator": "group_norm"},
     {"tracking.mlflow_uri": "sqlite:////tmp/mlflow.db"},
     {"tracking.mlflow_uri": "http://localhost:5000"},
     {"tracking.mlflow_uri": "databricks"},
@@ -180,12 +235,23 @@ def test_all_broken_rules_are_reported() -> None:
         "trainer.batch_size": 3,
         "trainer.micro_batch_size": 2,
         "ebft.mode": "structured",
-        "data.transform": "prompt_completion",
         "workspace": "",
     }
     with pytest.raises(UserErrors) as caught:
         parse_config(changed(changes))
-    assert {error.where for error in caught.value.errors} == {"trainer.batch_size", "ebft.mode", "workspace"}
+    assert {error.where for error in caught.value.errors} == {
+        "trainer.batch_size",
+        "data.transform",
+        "workspace",
+    }
+
+
+def test_the_staleness_that_a_run_is_given_is_the_one_its_rule_asks_for() -> None:
+    ahead = {**STRUCTURED, "rollout.prefetch_depth": 2, "rollout.sync_interval": 3}
+    bound = parse_config(changed(ahead)).rollout.staleness_bound
+    assert parse_config(changed({**ahead, "rollout.max_staleness": bound})).rollout.staleness_bound == bound
+    with pytest.raises(UserErrors, match=f"at least {bound}"):
+        parse_config(changed({**ahead, "rollout.max_staleness": bound - 1}))
 
 
 def test_the_batch_size_gives_the_accumulation() -> None:
