@@ -108,6 +108,17 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "too old",
     ),
     (
+        "staleness below the steps of a batch",
+        {
+            **STRUCTURED,
+            "rollout.prefetch_depth": 1,
+            "rollout.num_iterations": 2,
+            "rollout.max_staleness": 1,
+        },
+        "rollout.max_staleness",
+        "too old",
+    ),
+    (
         "scaled twice",
         {"ebft.scale_rewards": "group", "ebft.advantage_estimator": "group_norm"},
         "ebft.scale_rewards",
@@ -247,8 +258,14 @@ def test_all_broken_rules_are_reported() -> None:
 
 
 def test_the_staleness_that_a_run_is_given_is_the_one_its_rule_asks_for() -> None:
-    ahead = {**STRUCTURED, "rollout.prefetch_depth": 2, "rollout.sync_interval": 3}
+    ahead = {
+        **STRUCTURED,
+        "rollout.prefetch_depth": 2,
+        "rollout.sync_interval": 3,
+        "rollout.num_iterations": 2,
+    }
     bound = parse_config(changed(ahead)).rollout.staleness_bound
+    assert bound == 6  # a batch written two batches of two steps ago, by weights that were two steps old then
     assert parse_config(changed({**ahead, "rollout.max_staleness": bound})).rollout.staleness_bound == bound
     with pytest.raises(UserErrors, match=f"at least {bound}"):
         parse_config(changed({**ahead, "rollout.max_staleness": bound - 1}))

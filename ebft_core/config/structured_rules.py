@@ -142,14 +142,19 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
             rollout.prefetch_depth,
             "0, or adapters (`lora`)",
         )
-    needed = rollout.prefetch_depth + rollout.sync_interval - 1
+    needed = rollout.planned_staleness
     if rollout.max_staleness is not None and rollout.max_staleness < needed:
         yield Problem(
-            ("rollout.max_staleness", "rollout.prefetch_depth", "rollout.sync_interval"),
+            (
+                "rollout.max_staleness",
+                "rollout.prefetch_depth",
+                "rollout.num_iterations",
+                "rollout.sync_interval",
+            ),
             "every batch written ahead would be too old when its turn comes",
             rollout.max_staleness,
             f"at least {needed} = prefetch_depth {rollout.prefetch_depth} "
-            f"+ sync_interval {rollout.sync_interval} - 1",
+            f"x num_iterations {rollout.num_iterations} + sync_interval {rollout.sync_interval} - 1",
         )
 
 

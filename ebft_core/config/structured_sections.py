@@ -18,10 +18,11 @@ class RolloutConfig(Section):
     use_vllm: bool = True
     """Generate through a vLLM server. Off: in the training process (slow; needs no server)."""
     prefetch_depth: NonNegativeInt = 0
-    """Optimiser steps that are generated ahead while the model trains. 0: strictly on policy."""
+    """Batches of completions that are generated ahead while the model trains. 0: strictly on policy."""
     max_staleness: NonNegativeInt | None = None
     """Oldest weights a completion may come from, in optimiser steps; older ones are generated anew.
-    Unset: `prefetch_depth` + `sync_interval` - 1, which a healthy run never exceeds."""
+    Unset: `prefetch_depth` times `num_iterations`, plus `sync_interval` - 1, which a healthy run never
+    exceeds."""
     sync_interval: PositiveInt = 1
     """Optimiser steps between two publications of the weights to the server."""
     is_cap: float = Field(default=2.0, gt=0.0)
@@ -50,9 +51,12 @@ class RolloutConfig(Section):
     @property
     def staleness_bound(self) -> int:
         """`max_staleness`, or what a run with these intervals never exceeds."""
-        if self.max_staleness is not None:
-            return self.max_staleness
-        return self.prefetch_depth + self.sync_interval - 1
+        return self.planned_staleness if self.max_staleness is None else self.max_staleness
+
+    @property
+    def planned_staleness(self) -> int:
+        """Age in optimiser steps that completions reach without any delay: a batch lasts `num_iterations`."""
+        return self.prefetch_depth * self.num_iterations + self.sync_interval - 1
 
 
 class VLLMConfig(Section):

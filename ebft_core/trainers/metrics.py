@@ -76,7 +76,7 @@ class StepSums:
         groups = max(self.groups - self.dropped_groups, 1)
         samples = max(self.samples, 1)
         mean = self.advantage / samples
-        return {
+        metrics = {
             "ebft/reward": self.reward / samples,
             "ebft/alignment": self.alignment / samples,
             "ebft/diversity": self.diversity / samples,
@@ -90,13 +90,15 @@ class StepSums:
             "ebft/zero_advantage_rate": self.zero_advantages / samples,
             "ebft/dropped_groups": float(self.dropped_groups),
             "ebft/entropy": self.entropy / max(self.scored, 1),
-            "rollout/tokens_per_second": self.tokens / max(self.rollout_seconds, 1e-9),
             # A block's last token predicts nothing and is never fed: it counts among those that were spared.
             "perf/tokens_spared": 1.0 - self.tokens_fed / max(self.tokens, 1),
             "perf/rollout_seconds": self.rollout_seconds,
             "perf/features_seconds": self.features_seconds,
             "perf/update_seconds": self.update_seconds,
         }
+        if self.rollout_seconds > 0:  # a later step on the same completions has no rollout
+            metrics["rollout/tokens_per_second"] = self.tokens / self.rollout_seconds
+        return metrics
 
 
 def peak_memory_mb(device: torch.device) -> float:
