@@ -33,10 +33,12 @@ check: setup-dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# About fifteen minutes on two cores. The file is named after the machine: OUTPUT=benchmarks/baselines/my-machine.json
+# About fifteen minutes on two cores; then the tables of README and guide are written anew from cpu-2core.json.
+# The file is named after the machine: OUTPUT=benchmarks/baselines/my-machine.json
 OUTPUT ?= benchmarks/baselines/cpu-2core.json
 bench: setup-dev
 	$(BIN)/python -m benchmarks.strided --output $(OUTPUT)
+	$(BIN)/python -m benchmarks.tables
 
 # vLLM cannot share an environment with Prefect: it needs another fastapi and other transformers.
 VLLM_VENV ?= .venv-vllm
