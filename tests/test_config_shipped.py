@@ -25,6 +25,12 @@ NAMED_BY_THE_ISSUE = {
     "paper-qa-code",
     "paper-unstructured-code",
     "paper-translation",
+    "quickstart-structured",
+    "structured-qa-lora",
+    "structured-async",
+    "structured-chat-multiturn",
+    "structured-reasoning",
+    "structured-novllm",
 }
 
 
