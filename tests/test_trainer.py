@@ -15,6 +15,7 @@ from ebft_core.events import EventWriter, read_events
 from ebft_core.models import _with_new_adapters
 from ebft_core.stop import StopSignal
 from ebft_core.trainers.checkpoints import newest_checkpoint
+from ebft_core.trainers.ebft import alike_in_length
 from tests.trainer_fixtures import make_config, make_rows, make_trainer, tiny_llama, weights
 
 METRICS = {
@@ -200,3 +201,10 @@ def test_a_diverged_policy_is_not_stepped(tmp_path: Path) -> None:
         policy.lm_head.weight.fill_(float("inf"))
     with pytest.raises(FloatingPointError):
         trainer.train()
+
+
+def test_rows_of_a_step_are_grouped_by_length() -> None:
+    parts = [[{"input_ids": [0] * n} for n in part] for part in ([3, 9, 1], [8, 2, 7])]
+    grouped = alike_in_length(parts)
+    assert [[len(row["input_ids"]) for row in part] for part in grouped] == [[9, 8, 7], [3, 2, 1]]
+    assert [len(part) for part in alike_in_length([parts[0], parts[1][:1]])] == [3, 1]

@@ -20,6 +20,7 @@ from torch.utils.data import Dataset
 
 from ebft_core.base_model import BaseModelInfo, read_base
 from ebft_core.config import RunConfig
+from ebft_core.data.stop_tokens import read_stop_token_ids
 from ebft_core.errors import UserError
 from ebft_core.evaluation import training_evaluator
 from ebft_core.models import (
@@ -155,7 +156,14 @@ def _evaluator(context: StageContext, feature_model: nn.Module | None, pad_token
         return None
     heldout = load_from_disk(str(context.inputs["tokenize"] / "heldout"))
     rows = [{**heldout[i], "row_id": i} for i in range(min(trainer.eval_rows, len(heldout)))]
-    return training_evaluator(rows, context.config, feature_model=feature_model, pad_token_id=pad_token_id)
+    structured = context.config.ebft.mode == "structured"
+    return training_evaluator(
+        rows,
+        context.config,
+        feature_model=feature_model,
+        pad_token_id=pad_token_id,
+        stop_token_ids=read_stop_token_ids(context.inputs["tokenize"]) if structured else (),
+    )
 
 
 def _save(policy: Any, base: BaseModelInfo, tokenizer: Any, output: Path, *, lora: bool) -> None:

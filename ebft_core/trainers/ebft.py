@@ -7,10 +7,11 @@ whole optimiser batch), the checkpoints (`checkpoints.py`), and the logging (eve
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from ebft_core.trainers.metrics import StepSums, peak_memory_mb
 from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
 from ebft_core.trainers.update import BatchCounts, accumulate_gradients
 
+Row = Mapping[str, Any]
 Evaluator = Callable[[nn.Module], dict[str, float]]
 
 
@@ -76,7 +78,7 @@ class EBFTTrainer(Trainer):
             args=arguments,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` asks the evaluator; the library insists on one
-            data_collator=partial(_collate, config=config, pad_token_id=pad_token_id),
+            data_collator=keep_rows,
         )
         if self.args.world_size > 1:
             raise UserError(
@@ -88,6 +90,7 @@ class EBFTTrainer(Trainer):
             )
         self.config = config
         self.attention = attention
+        self._pad_token_id = pad_token_id
         self.feature_model = policy if feature_model is None else feature_model
         self.evaluator = evaluator
         self.events = events or EventWriter(None, "train")
@@ -101,13 +104,17 @@ class EBFTTrainer(Trainer):
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], int]:
         """The micro-batches of one optimiser step, each with the counts of the whole step."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        read, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         ebft = self.config.ebft
+        batches = [
+            collate_rows(rows, self.config, self._pad_token_id)
+            for rows in alike_in_length([part["rows"].rows for part in read])
+        ]
         counts = BatchCounts(
-            actions=sum(count_actions(sample["batch"], ebft) for sample in samples),
-            labels=sum(count_labels(sample["batch"], ebft) for sample in samples),
+            actions=sum(count_actions(batch, ebft) for batch in batches),
+            labels=sum(count_labels(batch, ebft) for batch in batches),
         )
-        return [{**sample, "counts": counts} for sample in samples], counts.actions
+        return [{"batch": batch, "counts": counts} for batch in batches], counts.actions
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> None:
         return None
@@ -265,5 +272,23 @@ class _StepCallback(TrainerCallback):
             control.should_training_stop = True
 
 
-def _collate(rows: Sequence[Any], config: RunConfig, pad_token_id: int) -> dict[str, RowBatch]:
-    return {"batch": collate_rows(rows, config, pad_token_id)}
+@dataclass(frozen=True)
+class Rows:
+    """Dataset rows of a micro-batch, before they become tensors."""
+
+    rows: list[Row]
+
+
+def keep_rows(rows: Sequence[Row]) -> dict[str, Rows]:
+    """The data collator: rows become tensors when their optimiser step is known as a whole."""
+    return {"rows": Rows(list(rows))}
+
+
+def alike_in_length(parts: Sequence[Sequence[Row]]) -> list[list[Row]]:
+    """The rows of an optimiser step in micro-batches of the same sizes, rows of similar length together.
+
+    How a step is split changes neither loss nor gradient, and padding is computed for nothing.
+    """
+    rows = sorted((row for part in parts for row in part), key=lambda row: -len(row["input_ids"]))
+    ends = list(itertools.accumulate(len(part) for part in parts))
+    return [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]

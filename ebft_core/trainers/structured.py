@@ -72,11 +72,9 @@ class StructuredTrainer(EBFTTrainer):
         super().__init__(
             policy, config, arguments, schedule, pad_token_id=pad_token_id, attention=attention, **others
         )
-        self.data_collator = _keep_rows
         self.schedule = schedule
         self.publisher = publisher
         self.own = own
-        self._pad = pad_token_id
         rollout = config.rollout
         self._stand_ins = StandIns(rollout.replay_buffer_size, rollout.max_rerolls)
         self._queue = RolloutQueue(
@@ -189,13 +187,14 @@ class StructuredTrainer(EBFTTrainer):
     def score_candidates(self, candidates: list[Candidate]) -> Scored:
         """Features, rewards and advantages of a micro-batch."""
         ebft = self.config.ebft
-        batch = collate_rows([c.row for c in candidates], self.config, self._pad).to(self.args.device)
+        rows = [c.row for c in candidates]
+        batch = collate_rows(rows, self.config, self._pad_token_id).to(self.args.device)
         version = min(c.version for c in candidates)
         groups = [c.group for c in candidates]
-        blocks = to_blocks(groups, batch.anchors_RA, self._pad, version=version)
+        blocks = to_blocks(groups, batch.anchors_RA, self._pad_token_id, version=version)
         own_RAN = None
         if self.own is not None:
-            own_RAN, metrics = self.own.score([c.row for c in candidates], blocks, self.state)
+            own_RAN, metrics = self.own.score(rows, blocks, self.state)
             own_RAN = own_RAN.to(self.args.device)
             for name, value in metrics.items():
                 self._more[f"rewards/{name}"] = value
@@ -285,14 +284,3 @@ class StructuredTrainer(EBFTTrainer):
         more = {**self._more, **self._ratios.metrics()}
         self._more, self._ratios = {}, RatioSums()
         return more
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows of a micro-batch, before they meet their completions and become tensors."""
-
-    rows: list[Row]
-
-
-def _keep_rows(rows: Sequence[Row]) -> dict[str, _Rows]:
-    return {"rows": _Rows(list(rows))}

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ebft_core.samplers.distribution import draw, sampling_logprobs
 from tests.samplers.builders import sampling_config
-from tests.vllm.stub_models import processed
+from tests.vllm_server.stub_models import processed
 
 
 @given(

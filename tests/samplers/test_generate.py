@@ -14,7 +14,7 @@ from ebft_core.samplers.generate import GenerateSampler
 from ebft_core.samplers.prompts import Group, PromptRequest, Sample
 from tests.oracles.tiny_models import tiny_model, with_dropout, with_lora
 from tests.samplers.builders import NEVER, request, sampling_config
-from tests.vllm.stub_models import processed
+from tests.vllm_server.stub_models import processed
 
 VOCAB, SMALL = 37, 11
 PROMPTS = [[3, 1, 4, 1, 5], [9], [2, 6, 5, 3, 5, 8, 9, 7], [9, 3, 2], [8, 4], [6] * 12]

@@ -15,8 +15,8 @@ from ebft_core.samplers.vllm import VLLMSampler
 from ebft_core.vllm.client import Completion, ServerGone, VLLMClient
 from ebft_core.vllm.processes import free_port
 from tests.samplers.builders import NEVER, request, sampling_config
-from tests.vllm.builders import inject, running_stub
-from tests.vllm.stub_models import MadeUpModel, processed
+from tests.vllm_server.builders import inject, running_stub
+from tests.vllm_server.stub_models import MadeUpModel, processed
 
 VOCAB, COMPLETIONS = 40, "/v1/completions"
 ORACLE = MadeUpModel({"vocab_size": VOCAB})

@@ -9,7 +9,7 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.vllm.builders import kept, served_config, stub_python, true_model
+from tests.vllm_server.builders import kept, served_config, stub_python, true_model
 
 
 def test_true_log_probabilities_with_and_without_an_adapter(tmp_path: Path) -> None:

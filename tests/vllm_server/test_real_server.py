@@ -24,9 +24,9 @@ from ebft_core.vllm.client import RequestRefused, ServerGone, VLLMClient
 from ebft_core.vllm.processes import group_members
 from ebft_core.vllm.state import ServerState, read_state, server_folder, wait_ready
 from tasks import provision_vllm as provision
-from tests.vllm.builders import REAL_PYTHON, REAL_SERVER, processes_with, true_model
-from tests.vllm.runs import prepared_run
-from tests.vllm.test_stub import truth
+from tests.vllm_server.builders import REAL_PYTHON, REAL_SERVER, processes_with, true_model
+from tests.vllm_server.runs import prepared_run
+from tests.vllm_server.test_stub import truth
 
 START_SECONDS = 240.0
 DETECTED_SECONDS = 15.0

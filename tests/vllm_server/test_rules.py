@@ -8,7 +8,7 @@ import pytest
 
 from ebft_core.config.rules import broken_rules
 from ebft_core.errors import UserError
-from tests.vllm.builders import served_config
+from tests.vllm_server.builders import served_config
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,15 @@ from ebft_core.vllm.state import ServerLost
 from ebft_core.vllm.sync import AdapterPublisher
 from tests.oracles.tiny_models import with_lora
 from tests.samplers.builders import request
-from tests.vllm.builders import Kept, inject, kept, running_stub, served_config, stub_python, true_model
+from tests.vllm_server.builders import (
+    Kept,
+    inject,
+    kept,
+    running_stub,
+    served_config,
+    stub_python,
+    true_model,
+)
 
 CANARY = [5, 80, 200, 7, 7, 31, 0, 99]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"

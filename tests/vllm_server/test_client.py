@@ -13,8 +13,8 @@ import pytest
 
 from ebft_core.vllm.client import RequestRefused, ServerGone, VLLMClient
 from ebft_core.vllm.processes import free_port
-from tests.vllm.builders import inject, running_stub
-from tests.vllm.stub_models import MadeUpModel, log_softmax
+from tests.vllm_server.builders import inject, running_stub
+from tests.vllm_server.stub_models import MadeUpModel, log_softmax
 
 COMPLETIONS, LOAD = "/v1/completions", "/v1/load_lora_adapter"
 ORACLE = MadeUpModel({"vocab_size": 40})

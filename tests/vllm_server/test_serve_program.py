@@ -22,8 +22,8 @@ from ebft_core.stop import SUPERVISED
 from ebft_core.vllm.client import VLLMClient
 from ebft_core.vllm.processes import group_members
 from ebft_core.vllm.state import ServerState, read_state, server_folder
-from tests.vllm.builders import inject, made_up_model, processes_with, stub_python
-from tests.vllm.runs import prepared_run, run_document
+from tests.vllm_server.builders import inject, made_up_model, processes_with, stub_python
+from tests.vllm_server.runs import prepared_run, run_document
 
 Start = Callable[..., "subprocess.Popen[str]"]
 

@@ -18,8 +18,8 @@ from ebft_core.vllm.state import read_state, server_folder
 from tasks import provision_vllm as provision
 from tasks.observe import observing
 from tasks.supervise import StageRefused
-from tests.vllm.builders import inject, made_up_model, processes_with, running_stub, stub_python
-from tests.vllm.runs import prepared_run
+from tests.vllm_server.builders import inject, made_up_model, processes_with, running_stub, stub_python
+from tests.vllm_server.runs import prepared_run
 
 
 @pytest.fixture

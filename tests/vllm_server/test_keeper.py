@@ -19,7 +19,7 @@ from ebft_core.vllm import keeper as keeper_module
 from ebft_core.vllm.processes import group_members
 from ebft_core.vllm.server import StartFailed
 from ebft_core.vllm.state import ServerLost, wait_ready, want_model
-from tests.vllm.builders import (
+from tests.vllm_server.builders import (
     QUICK,
     inject,
     kept,

@@ -13,7 +13,7 @@ from ebft_core.errors import UserError
 from ebft_core.vllm import spec as spec_module
 from ebft_core.vllm.gpus import GpuPlan, assign_gpus, visible_gpus
 from ebft_core.vllm.spec import find_python, lora_rank, make_spec
-from tests.vllm.builders import made_up_model, served_config, stub_python
+from tests.vllm_server.builders import made_up_model, served_config, stub_python
 
 
 def spec_of(tmp_path: Path, visible: tuple[str, ...] = (), **sections: Any) -> Any:

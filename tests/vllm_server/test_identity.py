@@ -11,7 +11,7 @@ from ebft_core.errors import UserError
 from ebft_core.vllm.client import VLLMClient
 from ebft_core.vllm.identity import check_foreign
 from ebft_core.vllm.processes import free_port
-from tests.vllm.builders import inject, running_stub, served_config
+from tests.vllm_server.builders import inject, running_stub, served_config
 
 
 def config_for(url: str, **sections: Any) -> Any:

@@ -10,7 +10,7 @@ from ebft_core.config import parse_config
 from ebft_core.manifests import StageRef, commit_folder
 from ebft_core.runs import RunPlan, plan_run, write_run_folder
 from tests.orchestration.builders import write_corpus
-from tests.vllm.builders import QUICK
+from tests.vllm_server.builders import QUICK
 
 
 def run_document(folder: Path, model: Path, python: Path, **sections: Any) -> dict[str, Any]:

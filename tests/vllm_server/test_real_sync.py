@@ -18,7 +18,7 @@ from ebft_core.samplers.vllm import VLLMSampler, connect
 from ebft_core.vllm.sync import AdapterPublisher
 from tests.oracles.tiny_models import with_lora
 from tests.samplers.builders import request
-from tests.vllm.builders import REAL_PYTHON, REAL_SERVER, Kept, kept, served_config, true_model
+from tests.vllm_server.builders import REAL_PYTHON, REAL_SERVER, Kept, kept, served_config, true_model
 
 pytestmark = REAL_SERVER
 
