@@ -69,7 +69,21 @@ def test_every_deployment_names_a_flow_and_parameters_that_it_takes(document: di
         load_config(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
 
 
-def test_the_deployment_strided_queues_a_second_run(document: dict[str, Any]) -> None:
-    (strided,) = [d for d in document["deployments"] if d["name"] == "strided"]
-    assert strided["entrypoint"] == "flows/ebft.py:ebft"
-    assert strided["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+def test_every_deployment_queues_a_second_run(document: dict[str, Any]) -> None:
+    assert [d["name"] for d in document["deployments"]] == ["strided", "structured", "structured-async"]
+    for deployment in document["deployments"]:
+        assert deployment["entrypoint"] == "flows/ebft.py:ebft"
+        assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "ahead"),
+    [("strided", "strided", 0), ("structured", "structured", 0), ("structured-async", "structured", 1)],
+)
+def test_a_deployment_runs_what_its_name_says(
+    document: dict[str, Any], name: str, mode: str, ahead: int
+) -> None:
+    (deployment,) = [d for d in document["deployments"] if d["name"] == name]
+    config = load_config(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
+    assert (config.ebft.mode, config.rollout.prefetch_depth) == (mode, ahead)
+    assert mode == "strided" or config.rollout.use_vllm
