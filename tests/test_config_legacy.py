@@ -126,6 +126,15 @@ def test_every_line_of_a_flat_axolotl_file_is_answered_with_our_key(tmp_path: Pa
         ("ebft", "context_max_len", 8, "ebft.context_length: 8"),
         ("ebft", "ce_loss_coef", 0.03, "ebft.ce_coef: 0.03"),
         ("ebft", "num_generations", 4, "ebft.n_samples_per_prompt: 4"),
+        ("rollout", "async_prefetch", True, "rollout.prefetch_depth: 1"),
+        ("rollout", "async_prefetch", False, "rollout.prefetch_depth: 0"),
+        ("rollout", "vllm_importance_sampling_cap", 3.0, "rollout.is_cap: 3.0"),
+        ("rollout", "reroll_max_groups", 8, "rollout.max_rerolls"),
+        ("rollout", "streaming_partial_batch", True, "the line removed"),
+        ("vllm", "vllm_gpu_memory_utilization", 0.4, "vllm.gpu_memory_utilization: 0.4"),
+        ("vllm", "vllm_mode", "colocate", "vllm.colocate: true"),
+        ("vllm", "vllm_server_port", 8000, "vllm.url"),
+        ("vllm", "port", 8000, "the line removed"),
         ("trainer", "per_device_train_batch_size", 2, "trainer.micro_batch_size: 2"),
         ("trainer", "bf16", True, "trainer.precision: bfloat16"),
         ("trainer", "fp16", True, "trainer.precision: bfloat16"),
@@ -140,6 +149,95 @@ def test_names_inside_sections(section: str, name: str, value: object, expected:
         assert "ebft.n_samples_per_prompt" in str(errors[section].hint)
     else:
         assert errors[f"{section}.{name}"].expected == expected
+
+
+AXOLOTL_STRUCTURED: dict[str, Any] = {
+    "num_generations": 4,
+    "max_completion_length": 512,
+    "use_vllm": True,
+    "vllm_mode": "server",
+    "vllm_server_port": 8000,
+    "vllm_sync_interval": 5,
+    "vllm_importance_sampling_correction": True,
+    "vllm_importance_sampling_cap": 2.0,
+    "vllm_lora_sync": True,
+    "async_prefetch": True,
+    "prefetch_depth": 2,
+    "streaming_partial_batch": True,
+    "skip_zero_advantage_batches": True,
+    "off_policy_mask_threshold": 0.5,
+    "replay_buffer_size": 16,
+    "replay_recompute_logps": True,
+    "reroll_start_fraction": 0.5,
+    "reroll_max_groups": 2,
+    "num_iterations": 2,
+    "epsilon": 0.2,
+    "epsilon_high": 0.28,
+    "scale_rewards": True,
+    "mask_truncated_completions": True,
+    "temperature": 0.7,
+    "top_p": 0.95,
+    "top_k": 20,
+    "min_p": 0.05,
+    "repetition_penalty": 1.1,
+    "beta": 0.0,
+    "reward_funcs": ["my_rewards.accuracy"],
+    "reward_weights": [0.5],
+}
+
+# What each of these becomes; None: nothing.
+OURS = {
+    "num_generations": "ebft.n_samples_per_prompt: 4",
+    "max_completion_length": "ebft.max_completion_length",
+    "use_vllm": "rollout.use_vllm",
+    "vllm_mode": "vllm.colocate: false",
+    "vllm_server_port": "vllm.url",
+    "vllm_sync_interval": "rollout.sync_interval: 5",
+    "vllm_importance_sampling_correction": None,
+    "vllm_importance_sampling_cap": "rollout.is_cap: 2.0",
+    "vllm_lora_sync": None,
+    "async_prefetch": "rollout.prefetch_depth: 1",
+    "prefetch_depth": "rollout.prefetch_depth",
+    "streaming_partial_batch": None,
+    "skip_zero_advantage_batches": "rollout.skip_zero_advantage_batches",
+    "off_policy_mask_threshold": "rollout.off_policy_mask_threshold",
+    "replay_buffer_size": "rollout.replay_buffer_size",
+    "replay_recompute_logps": None,
+    "reroll_start_fraction": None,
+    "reroll_max_groups": "rollout.max_rerolls",
+    "num_iterations": "rollout.num_iterations",
+    "epsilon": "rollout.epsilon",
+    "epsilon_high": "rollout.epsilon_high",
+    "scale_rewards": "ebft.scale_rewards",
+    "mask_truncated_completions": "ebft.mask_truncated_completions",
+    "temperature": "ebft.temperature",
+    "top_p": "ebft.top_p",
+    "top_k": "ebft.top_k",
+    "min_p": "ebft.min_p",
+    "repetition_penalty": "ebft.repetition_penalty",
+    "beta": "ebft.kl_coef: 0.0",
+    "reward_funcs": "rewards",
+    "reward_weights": "rewards[].weight",
+}
+
+
+def test_every_line_of_axolotls_section_trl_is_answered() -> None:
+    hint = str(errors_of({"trl": AXOLOTL_STRUCTURED})["trl"].hint)
+    found = dict(re.findall(r"`(\w+)` becomes `([^`]+)`", hint))
+    assert found == {name: ours for name, ours in OURS.items() if ours is not None}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_the_same_lines_in_a_flat_file(name: str) -> None:
+    error = errors_of({name: AXOLOTL_STRUCTURED[name]})[name]
+    said = f"{error.expected} {error.hint}"
+    assert "the line removed" in said if OURS[name] is None else OURS[name] in said
+
+
+@pytest.mark.parametrize(("value", "ours"), [(True, "group"), (False, "none")])
+def test_a_switch_that_is_a_choice_here(value: bool, ours: str) -> None:
+    error = errors_of({"ebft": {"scale_rewards": value}})["ebft.scale_rewards"]
+    assert ours in str(error.hint)
 
 
 @pytest.mark.parametrize(

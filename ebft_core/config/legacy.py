@@ -1,7 +1,8 @@
 """Names that axolotl, TRL and OpenRLHF use, and what to write here instead.
 
 Nothing is translated silently: a run file that was pasted from another tool gets one error per line, and
-each names our key. The tables hold only names that are not keys of this project.
+each names our key. The tables hold only names that are not keys of this project; a key of ours in another
+section is found in the schema.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ebft_core.config import schema_view
 from ebft_core.config.legacy_names import NOT_NEEDED, RENAMED, VALUES, ValueMap
 from ebft_core.config.redaction import redact
 from ebft_core.config.yaml_reader import KeyPath
 
+_REMOVED = "the line removed"
 _FOREIGN_SECTIONS = ("trl", "rl", "datasets", "base_model", "adapter")
 
 
@@ -37,7 +40,7 @@ def advise(path: KeyPath, value: Any) -> Advice | None:
             return Advice(f"a name from {origin}", _ours_with_value(ours, value, name), note)
         if key in NOT_NEEDED:
             origin, why = NOT_NEEDED[key]
-            return Advice(f"a name from {origin}", "the line removed", why)
+            return Advice(f"a name from {origin}", _REMOVED, _with_each_line(why, value))
     prefix = next(
         (
             prefix
@@ -48,7 +51,7 @@ def advise(path: KeyPath, value: Any) -> Advice | None:
     )
     if prefix is not None:
         origin, why = NOT_NEEDED[f"{prefix}*"]
-        return Advice(f"a name from {origin}", "the line removed", why)
+        return Advice(f"a name from {origin}", _REMOVED, why)
     return None
 
 
@@ -70,6 +73,22 @@ def missing_hint(path: KeyPath, data: Mapping[str, Any]) -> str | None:
         ("data",): "data: {sources: [{path: texts/*.txt}]}",
     }
     return None if path not in examples else f"for example `{examples[path]}`"
+
+
+def _with_each_line(why: str, section: Any) -> str:
+    """The reason, followed by what each line of a section of another tool becomes."""
+    if not isinstance(section, Mapping):
+        return why
+    answers = [(name, _answer(str(name), value)) for name, value in section.items()]
+    return "; ".join([why, *(f"`{name}` becomes `{ours}`" for name, ours in answers if ours is not None)])
+
+
+def _answer(name: str, value: Any) -> str | None:
+    advice = advise((name,), value)
+    if advice is not None:
+        return None if advice.expected == _REMOVED else advice.expected
+    places = schema_view.leaf_paths().get(name)
+    return " or ".join(places) if places else None
 
 
 def _ours_with_value(ours: str | ValueMap, value: Any, name: str) -> str:

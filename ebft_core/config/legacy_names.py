@@ -10,6 +10,8 @@ _AXOLOTL = "axolotl"
 _TRL = "TRL or transformers"
 _OPENRLHF = "OpenRLHF"
 
+_OWN_SERVER = "`http://host:port` of a server that you run; unset, the run starts its own on a free port"
+
 # name -> (tool, our key or what each value becomes, note). A dotted name is meant at that place only.
 # A key that ends in "*" is named without the given value, which does not carry over.
 RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
@@ -80,8 +82,14 @@ RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
         "`feature` is the paper's whitening, `sample` that of the authors' code",
     ),
     "context_max_len": (_OPENRLHF, "ebft.context_length", None),
-    "max_completion_length": (_TRL, "ebft.generate_max_len", None),
     "num_generations": (_TRL, "ebft.n_samples_per_prompt", None),
+    "max_prompt_length": (_TRL, "data.sequence_length*", "prompt and ground truth together"),
+    "reward_funcs": (
+        f"{_AXOLOTL} and {_TRL}",
+        "rewards*",
+        "`rewards: [{module: module:function, weight: 1.0}]`, beside the feature reward",
+    ),
+    "reward_weights": (f"{_AXOLOTL} and {_TRL}", "rewards[].weight*", None),
     "alignment_rew_coef": (_OPENRLHF, "ebft.alignment_coef", None),
     "diversity_rew_coef": (_OPENRLHF, "ebft.diversity_coef", None),
     "ce_loss_coef": (_OPENRLHF, "ebft.ce_coef", None),
@@ -96,6 +104,39 @@ RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
         "`concat` is [0.25, 0.5, 0.75]; `last_only` is [1.0]",
     ),
     "qa_masking": (_OPENRLHF, "data.transform*", "`prompt_completion` places anchors in completions only"),
+    # generation: who writes completions, and how far ahead
+    "async_prefetch": (
+        _AXOLOTL,
+        {True: "rollout.prefetch_depth: 1", False: "rollout.prefetch_depth: 0"},
+        "the number of batches written ahead",
+    ),
+    "async_train": (_OPENRLHF, {True: "rollout.prefetch_depth: 1", False: "rollout.prefetch_depth: 0"}, None),
+    "async_queue_size": (_OPENRLHF, "rollout.prefetch_depth", None),
+    "vllm_sync_interval": (_AXOLOTL, "rollout.sync_interval", None),
+    "vllm_importance_sampling_cap": (f"{_AXOLOTL} and {_TRL}", "rollout.is_cap", None),
+    "vllm_importance_sampling_clip_max": (_TRL, "rollout.is_cap", "a bound for every token's ratio"),
+    "reroll_max_groups": (
+        _AXOLOTL,
+        "rollout.max_rerolls*",
+        "further tries of each prompt whose completions failed",
+    ),
+    "eps_clip": (_OPENRLHF, "rollout.epsilon", "used where `rollout.num_iterations` is above 1"),
+    "vllm_server_base_url": (_TRL, "vllm.url", "a server that you run; unset, the run starts its own"),
+    "vllm_server_host": (f"{_AXOLOTL} and {_TRL}", "vllm.url*", _OWN_SERVER),
+    "vllm_server_port": (f"{_AXOLOTL} and {_TRL}", "vllm.url*", _OWN_SERVER),
+    "vllm_server_timeout": (f"{_AXOLOTL} and {_TRL}", "vllm.startup_timeout", None),
+    "vllm_mode": (
+        f"{_AXOLOTL} and {_TRL}",
+        {"colocate": "vllm.colocate: true", "server": "vllm.colocate: false"},
+        "the server is a process of its own in both cases; `vllm.colocate` shares the GPUs",
+    ),
+    "vllm_gpu_memory_utilization": (f"{_AXOLOTL} and {_TRL}", "vllm.gpu_memory_utilization", None),
+    "vllm_tensor_parallel_size": (f"{_TRL} and {_OPENRLHF}", "vllm.tensor_parallel_size", None),
+    "vllm_num_engines": (_OPENRLHF, "vllm.data_parallel_size", None),
+    "vllm_max_model_len": (_AXOLOTL, "vllm.max_model_len", None),
+    "vllm_max_model_length": (_TRL, "vllm.max_model_len", None),
+    "vllm_dtype": (_AXOLOTL, "vllm.dtype", None),
+    "vllm_enable_prefix_caching": (_AXOLOTL, "vllm.enable_prefix_caching", None),
     # optimiser and schedule
     "lr": (_TRL, "trainer.learning_rate", None),
     "actor_learning_rate": (_OPENRLHF, "trainer.learning_rate", None),
@@ -119,7 +160,7 @@ RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
     "rollout_batch_size": (
         _OPENRLHF,
         "trainer.batch_size",
-        "one update per rollout, so both batches are one",
+        "prompts per step; the completions of a step are one batch",
     ),
     "per_device_eval_batch_size": (_TRL, "evaluate.batch_rows", None),
     "eval_batch_size": (_AXOLOTL, "evaluate.batch_rows", None),
@@ -203,17 +244,15 @@ RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
     ),
 }
 
-_STRIDED_ONLY = "this version has strided mode only, which samples in the training process"
+_NO_KEY = "the server is the section `vllm`, the schedule the section `rollout`; there is no such key"
 _NO_SHARDING = "sharded training is not configured here; use `accelerate` settings of the environment"
+_LOOPBACK = "the server listens on a free port of the loopback interface; `vllm.url` names one that you run"
 _MLFLOW = "runs are tracked with MLflow (section `tracking`)"
 
 # name -> (tool, why there is nothing to write). A name that ends in "*" is a prefix.
 NOT_NEEDED: dict[str, tuple[str, str]] = {
     "rl": (_AXOLOTL, "every run of this project is EBFT; its knobs are in the section `ebft`"),
-    "trl": (
-        _AXOLOTL,
-        f"{_STRIDED_ONLY}: `ebft.n_samples_per_prompt`, `ebft.generate_max_len`, `ebft.temperature`",
-    ),
+    "trl": (_AXOLOTL, "sampling is the section `ebft`, the schedule `rollout`, the server `vllm`"),
     "plugins": (_AXOLOTL, "a custom transform is `data.transform: module:function`"),
     "model_type": (_AXOLOTL, "the model's own configuration says its class"),
     "tokenizer_type": (_AXOLOTL, "the model's own configuration says its class"),
@@ -247,14 +286,39 @@ NOT_NEEDED: dict[str, tuple[str, str]] = {
         "a run resumes from its newest checkpoint by itself",
     ),
     "auto_resume_from_checkpoints": (_AXOLOTL, "a run resumes from its newest checkpoint by itself"),
-    "use_vllm": (_TRL, _STRIDED_ONLY),
-    "adaptive_max_tokens": (_AXOLOTL, _STRIDED_ONLY),
-    "gt_length_multiplier": (_AXOLOTL, _STRIDED_ONLY),
-    "vllm_*": (f"{_AXOLOTL} and {_TRL}", _STRIDED_ONLY),
-    "gpu_memory_utilization": (_AXOLOTL, _STRIDED_ONLY),
+    "vllm_importance_sampling_correction": (
+        f"{_AXOLOTL} and {_TRL}",
+        "completions of a server are always weighed; `rollout.is_cap` bounds the ratios",
+    ),
+    "vllm_importance_sampling_mode": (
+        f"{_AXOLOTL} and {_TRL}",
+        "each token has its own ratio, which is capped",
+    ),
+    "importance_sampling_level": (f"{_AXOLOTL} and {_TRL}", "each token has its own ratio"),
+    "vllm_lora_sync": (_AXOLOTL, "adapters are always handed over as adapters"),
+    "vllm_*": (f"{_AXOLOTL} and {_TRL}", _NO_KEY),
+    "vllm.host": (_AXOLOTL, _LOOPBACK),
+    "vllm.port": (_AXOLOTL, _LOOPBACK),
+    "vllm.device": (_AXOLOTL, "`vllm.gpus` names the server's GPUs"),
+    "vllm.serve_module": (_AXOLOTL, "vLLM's own server is used"),
+    "vllm.worker_extension_cls": (_AXOLOTL, "vLLM's own server is used"),
+    "vllm.enable_reasoning": (_AXOLOTL, "the server gets and gives token ids; see `data.thinking`"),
+    "vllm.reasoning_parser": (_AXOLOTL, "the server gets and gives token ids; see `data.thinking`"),
+    "use_data_producer": (_AXOLOTL, "`rollout.prefetch_depth` above 0 writes completions ahead"),
+    "streaming_partial_batch": (_AXOLOTL, "groups are always scored as they arrive"),
+    "streaming_min_groups": (_AXOLOTL, "groups are always scored as they arrive"),
+    "replay_recompute_logps": (
+        _AXOLOTL,
+        "the log-probabilities of groups that stand in are always recomputed",
+    ),
+    "reroll_start_fraction": (_AXOLOTL, "failed prompts are asked again from the first step on"),
+    "generation_batch_size": (
+        f"{_AXOLOTL} and {_TRL}",
+        "the completions of `trainer.batch_size` prompts are written at once",
+    ),
+    "steps_per_generation": (_TRL, "a batch of completions is trained on for `rollout.num_iterations` steps"),
+    "log_completions": (f"{_AXOLOTL} and {_TRL}", "the report shows completions beside the ground truth"),
     "loss_type": (_TRL, "the loss is the policy gradient of the paper, averaged over action tokens"),
-    "scale_rewards": (_TRL, "use `ebft.advantage_estimator: group_norm` to divide by the spread of a group"),
-    "epsilon": (_TRL, "one update per rollout: there is no ratio to clip"),
     "use_kl_loss": (_OPENRLHF, "`ebft.kl_coef: 0` switches the penalty off"),
     "pretrain_mode": (_OPENRLHF, "`data.transform: text` is that mode"),
     "no_chat_template": (_OPENRLHF, "only `data.transform: chat` uses a chat template"),
@@ -277,6 +341,7 @@ VALUES: dict[str, Mapping[object, str]] = {
         True: "write `feature` (the paper's) or `sample` (the authors' code)",
         False: "write `none`",
     },
+    "ebft.scale_rewards": {True: "write `group`", False: "write `none`"},
     "trainer.lr_scheduler": {
         "constant_with_warmup": "write `constant`; warmup is `trainer.warmup_ratio`",
         "cosine_with_min_lr": "write `cosine`",
