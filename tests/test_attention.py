@@ -86,6 +86,21 @@ def test_chunks_cover_every_block(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(rollout(model, ids, ANCHORS, **sample), reference)
 
 
+@pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one_document", "packed"])
+def test_both_ways_to_decode_give_the_same_tokens(
+    monkeypatch: pytest.MonkeyPatch, documents: torch.Tensor | None
+) -> None:
+    """GPUs take one softmax over prefix and own tokens; forced here, so that it is tested without one."""
+    model = tiny_llama().eval()
+    ids, _ = _inputs()
+    sample = {"n_samples": 3, "generate_max_len": 4, "temperature": 1.0, "document_ids_RL": documents}
+    sample["uniforms_RANG"] = torch.rand(2, 4, 3, 4, generator=torch.Generator().manual_seed(1))
+    joined = rollout(model, ids, ANCHORS, **sample)
+    monkeypatch.setattr("ebft_core.attention.decode.JOINED_ON", set())
+    monkeypatch.setattr("ebft_core.attention.decode.decode_attention", None)
+    assert torch.equal(rollout(model, ids, ANCHORS, **sample), joined)
+
+
 def test_the_head_runs_in_chunks_without_changing_anything(monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny_llama()
     ids, tokens = _inputs()

@@ -23,6 +23,9 @@ from ebft_core.masks import dense_mask
 CHUNK_BLOCKS = {"cpu": 64, "cuda": 128}
 """Blocks per score matrix: neighbouring anchors share a prefix bound, so most masked scores are skipped."""
 
+JOINED_ON = {"cpu"}
+"""Devices where prefix and own tokens are two attentions, joined afterwards; elsewhere one softmax."""
+
 DecodeChunk = tuple[slice, int, Tensor]
 """Blocks, the prefix length they look at, and that prefix's additive mask."""
 
@@ -67,7 +70,7 @@ class PrefixCache:
     def _prefill(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
         R, J, _, K = key.shape
         if not self._layers:
-            folds = query.device.type == "cpu"
+            folds = query.device.type in JOINED_ON
             self._chunks = _chunks_of(self.layout, query.dtype, query.shape[1] // J if folds else 1)
         own_shape = (R, J, self.layout.num_blocks, self.layout.block_length, K)
         self._layers[layer] = _LayerCache(key, value, key.new_empty(own_shape), value.new_empty(own_shape))
@@ -85,7 +88,7 @@ class PrefixCache:
         cache.key_own_RJBGK[:, :, :, step] = key
         cache.value_own_RJBGK[:, :, :, step] = value
         R, J, B, K = key.shape
-        if query.device.type == "cpu":
+        if query.device.type in JOINED_ON:
             prefix = cache.key_prefix_RJLK, cache.value_prefix_RJLK
             own = cache.key_own_RJBGK[:, :, :, : step + 1], cache.value_own_RJBGK[:, :, :, : step + 1]
             return decode_attention(query, prefix, own, self._chunks, scale)

@@ -11,6 +11,7 @@ from scipy import stats
 from torch import Tensor
 
 from ebft_core import rollout
+from ebft_core.samplers import strided
 
 from .slow_path import Rows, block_logits, make_rows
 from .tiny_models import ARCHITECTURES, tiny_model, with_dropout, with_lora
@@ -164,6 +165,32 @@ def test_inverse_cdf_gives_exact_frequencies_and_support(top_p: float) -> None:
         counts = np.bincount(tokens[:, slot, :, 0].flatten().numpy(), minlength=SMALL)
         assert np.abs(counts - 1000 * exact).max() <= 1.01, (counts, 1000 * exact)
         assert (counts[exact == 0] == 0).all()
+
+
+@pytest.mark.parametrize("vocabulary", [127, 128, 129, 300, 1024])
+@pytest.mark.parametrize("top_p", [1.0, 0.7])
+def test_tokens_found_by_bins_are_those_of_the_running_sum(vocabulary: int, top_p: float) -> None:
+    """Against one running sum in float64; only numbers within rounding of a border may go to a neighbour."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 4 * torch.randn(6, vocabulary, generator=generator)
+    logits[0, :-1] = -200.0  # all mass on the last token
+    logits[1, 1:] = -200.0
+    logits[2, :60] = logits[2, 100:] = -float("inf")  # whole bins without mass
+    uniforms = (torch.arange(4000) / 4000).expand(6, -1).contiguous()
+    uniforms[:, -1] = 1 - 2**-24
+    probs = (logits.double() / 0.8).softmax(dim=-1)
+    if top_p < 1:
+        probs = torch.from_numpy(np.stack([_nucleus(row, top_p) for row in probs.numpy()]))
+    tokens, totals = strided._inverse_cdf(logits.clone(), uniforms, 0.8, top_p)
+    cdf = probs.cumsum(dim=-1)
+    low, high = cdf - probs, cdf
+    target = uniforms.double() * cdf[:, -1:]
+    assert (probs.gather(1, tokens) > 0).all()
+    assert (low.gather(1, tokens) - 1e-5 <= target).all()
+    assert (target <= high.gather(1, tokens) + 1e-5).all()
+    exact = torch.searchsorted(cdf, target, right=True).clamp(max=vocabulary - 1)
+    assert (tokens == exact).float().mean() > 0.99
+    assert totals.shape == (6, 1)
 
 
 def test_top_p_holds_for_later_tokens() -> None:
