@@ -27,6 +27,7 @@ from ebft_core.config.yaml_reader import read_document
 from ebft_core.data.preview import preview
 from ebft_core.evaluation.metrics import METRICS as EVALUATION_METRICS
 from ebft_core.trainers.metrics import StepSums
+from ebft_core.trainers.update import RatioSums
 from flows.cli import app
 from tests.docs_pages import (
     DOCS,
@@ -152,12 +153,34 @@ def test_every_configuration_in_the_guide_is_checked() -> None:
         assert parse_config(filled, origin=name)
 
 
+def _names_in_the_trainers() -> set[str]:
+    """Every metric that code of the trainers can log, read from its string constants."""
+    constants = {
+        node.value
+        for path in (ROOT / "ebft_core" / "trainers").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    }
+    assert "rewards/" in constants  # the beginning of names that users choose
+    pattern = re.compile(r"(ebft|rollout|perf|train|sync)/[a-z_]+|policy_lag")
+    return {text for text in constants if pattern.fullmatch(text)} | {"rewards/<name>"}
+
+
 def test_training_metrics_are_all_explained() -> None:
     rows = table_rows(page_text("metrics.md"), "## Training")
     named = [row[0].strip("`") for row in rows]
     assert len(named) == len(set(named))
     assert set(named) == TRAINING_METRICS
     assert set(StepSums().metrics()) < set(named)
+    assert all(len(row) == 5 and all(row) for row in rows)
+
+
+def test_metrics_of_structured_mode_are_all_explained() -> None:
+    rows = table_rows(page_text("metrics.md"), "## Structured mode")
+    named = [row[0].strip("`") for row in rows]
+    assert len(named) == len(set(named))
+    assert set(named) == _names_in_the_trainers() - TRAINING_METRICS
+    assert set(RatioSums(count=1, squares=1.0).metrics()) < set(named)
     assert all(len(row) == 5 and all(row) for row in rows)
 
 
@@ -169,11 +192,27 @@ def test_evaluation_metrics_are_all_explained_with_their_direction() -> None:
 
 
 def test_metric_names_anywhere_in_the_guide_exist() -> None:
-    known = TRAINING_METRICS | {f"eval/{name}" for name in EVALUATION_METRICS} | {"base/ce_loss"}
-    for name in GUIDE:
+    evaluation = {f"eval/{name}" for name in EVALUATION_METRICS} | {"base/ce_loss"}
+    known = _names_in_the_trainers() | TRAINING_METRICS | evaluation | _deployments()
+    for name in [*GUIDE, "../README.md"]:
         for code in inline_code(page_text(name)):
-            if re.fullmatch(r"(ebft|eval|perf|rollout|train|base)/[a-z_]+", code) and code != "ebft/strided":
+            if re.fullmatch(r"(ebft|eval|perf|rollout|train|base|sync)/[a-z_-]+", code):
                 assert code in known, f"{name}: {code}"
+
+
+def _deployments() -> set[str]:
+    """`flow/deployment`, as `prefect deployment run` takes it."""
+    document = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
+    return {f"ebft/{deployment['name']}" for deployment in document["deployments"]}
+
+
+def test_deployments_of_the_guide_exist() -> None:
+    named = set()
+    for name in [*GUIDE, "../README.md"]:
+        for line in command_lines(name):
+            if found := re.search(r"prefect deployment run (\S+)", line):
+                named.add(found[1])
+    assert named == _deployments()
 
 
 def _commands() -> dict[str, Any]:
@@ -253,10 +292,11 @@ def _strings_of_the_code() -> str:
 def test_error_texts_of_the_troubleshooting_page_are_those_of_the_code() -> None:
     strings = _strings_of_the_code()
     headings = ("## The run file", "## Data", "## The model", "## During a run", "## Servers")
+    places = [("troubleshooting.md", heading) for heading in headings]
     texts = [
         text
-        for heading in headings
-        for row in table_rows(page_text("troubleshooting.md"), heading)
+        for page, heading in [*places, ("structured-mode.md", "## When something is wrong")]
+        for row in table_rows(page_text(page), heading)
         for text in inline_code(row[0])
     ]
     assert len(texts) > 40

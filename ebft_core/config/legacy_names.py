@@ -82,7 +82,7 @@ RENAMED: dict[str, tuple[str, str | ValueMap, str | None]] = {
         "`feature` is the paper's whitening, `sample` that of the authors' code",
     ),
     "context_max_len": (_OPENRLHF, "ebft.context_length", None),
-    "num_generations": (_TRL, "ebft.n_samples_per_prompt", None),
+    "num_generations": (f"{_AXOLOTL} and {_TRL}", "ebft.n_samples_per_prompt", None),
     "max_prompt_length": (_TRL, "data.sequence_length*", "prompt and ground truth together"),
     "reward_funcs": (
         f"{_AXOLOTL} and {_TRL}",
