@@ -6,6 +6,7 @@ from typing import Any
 
 from prefect import flow, runtime
 
+from tasks.accelerator_slot import accelerator_slot
 from tasks.evaluate_model import evaluate_model
 from tasks.flow_names import flow_run_name
 from tasks.merge_adapter import merge_adapter
@@ -33,10 +34,11 @@ def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> di
     with started_run(config, overrides or [], {"prefect.flow_run": flow_run}) as run:
         base = prepare_base(run.folder)
         rows = tokenize_data(run.folder, base)
-        with vllm_server(run.folder, base):
-            policy = train_policy(run.folder, base, rows)
-        model = merge_adapter(run.folder, base, policy)
-        evaluation = evaluate_model(run.folder, base, rows, model)
+        with accelerator_slot():
+            with vllm_server(run.folder, base):
+                policy = train_policy(run.folder, base, rows)
+            model = merge_adapter(run.folder, base, policy)
+            evaluation = evaluate_model(run.folder, base, rows, model)
         if run.config.publish.enabled:
             publish_model(run.folder, model, evaluation, run.mlflow_uri)
         report = write_report(run.folder)

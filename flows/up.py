@@ -85,9 +85,16 @@ def worker_service(workspace: Path, api: str) -> Service:
 
 
 def deploy(api: str, log: Path) -> None:
-    """Create the work pool and everything in `prefect.yaml`. Raises UserError with the log's end."""
+    """Create the work pool, everything in `prefect.yaml` and the accelerator slot.
+
+    Raises:
+        UserError: one of Prefect's commands failed; with the log's end.
+    """
+    from tasks.accelerator_slot import create_slot  # imports Prefect: only after `quiet_libraries`
+
     _prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api, log)
     _prefect(["--no-prompt", "deploy", "--all"], api, log)
+    create_slot(api)
 
 
 def _prefect(arguments: list[str], api: str, log: Path) -> None:

@@ -31,6 +31,7 @@ from ebft_core.events import read_events
 from ebft_core.manifests import verify_folder
 from ebft_core.runs import STAGES, plan_run
 from orchestration.builders import micro_file
+from tasks.accelerator_slot import SLOT
 from tasks.services import SERVICES, answers, free_port
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
@@ -115,6 +116,14 @@ def test_the_servers_answer(up: Up) -> None:
     assert answers(f"{up.api}/health")
     assert answers(up.mlflow)
     assert answers(up.api.removesuffix("/api"))
+
+
+def test_every_deployment_and_the_slot_are_there(up: Up, client: SyncPrefectClient) -> None:
+    found = {deployment.name: deployment for deployment in client.read_deployments()}
+    assert set(found) == {"strided", "structured", "structured-async"}
+    assert {d.work_pool_name for d in found.values()} == {"ebft-process"}
+    assert found["structured-async"].parameters["overrides"] == ["rollout.prefetch_depth=1"]
+    assert client.read_global_concurrency_limit_by_name(SLOT).limit == 1
 
 
 def test_a_taken_port_is_an_error_of_the_users(up: Up, tmp_path: Path) -> None:
