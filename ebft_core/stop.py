@@ -7,6 +7,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 
 from ebft_core.errors import ExitCode
@@ -16,11 +18,16 @@ ORPHAN_GRACE = "EBFT_ORPHAN_GRACE"
 ORPHAN_GRACE_SECONDS = 300.0
 
 
+class Interrupted(BaseException):
+    """A request to stop ended an `interruptible` block. Nothing that handles errors may swallow it."""
+
+
 class StopSignal:
     """A flag that long loops look at. Once requested it stays so."""
 
     def __init__(self) -> None:
         self._event = threading.Event()
+        self._interruptible = False
         self.reason = ""
 
     @property
@@ -38,6 +45,29 @@ class StopSignal:
         """Sleep unless asked to stop; returns `requested`."""
         return self._event.wait(seconds)
 
+    @contextmanager
+    def interruptible(self) -> Iterator[None]:
+        """Let a signal end the block at once, for work that waits on others and leaves nothing half-done.
+
+        Only the main thread receives signals; elsewhere the block runs to its end.
+
+        Raises:
+            Interrupted: a stop was requested before the block, or by a signal inside it.
+        """
+        if self.requested:
+            raise Interrupted(self.reason)
+        try:
+            self._interruptible = threading.current_thread() is threading.main_thread()
+            yield
+        finally:
+            self._interruptible = False
+
+    def interrupt(self) -> None:
+        """End the `interruptible` block that the main thread is in, if it is in one. For signal handlers."""
+        if self._interruptible:
+            self._interruptible = False
+            raise Interrupted(self.reason)
+
 
 def install_stop(stop: StopSignal) -> None:
     """Connect SIGTERM, SIGINT and, for a supervised program, the end of standard input to `stop`.
@@ -50,6 +80,7 @@ def install_stop(stop: StopSignal) -> None:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         stop.request(f"received {signal.Signals(number).name}")
+        stop.interrupt()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, on_signal)

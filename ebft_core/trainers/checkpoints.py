@@ -43,6 +43,11 @@ def newest_checkpoint(root: Path) -> Path | None:
     return None
 
 
+def has_checkpoint(root: Path, step: int) -> bool:
+    """Whether a checkpoint of `step` was committed."""
+    return (root / f"{PREFIX}{step}").is_dir()
+
+
 def open_staging(root: Path, step: int) -> Path:
     """An empty folder to write the checkpoint of `step` into."""
     staging = root / f"{_STAGING}{step}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from ebft_core.losses import TokenTerms
 from ebft_core.rows import collate_rows
 from ebft_core.samplers.prompts import PromptRequest, request_of, to_blocks
 from ebft_core.samplers.protocol import Sampler
+from ebft_core.stop import Interrupted, StopSignal
 from ebft_core.trainers.arrivals import Arrivals, Scored
+from ebft_core.trainers.checkpoints import has_checkpoint
 from ebft_core.trainers.ebft import EBFTTrainer
 from ebft_core.trainers.groups import Candidate, StandIns
 from ebft_core.trainers.metrics import StepSums
@@ -52,6 +55,7 @@ class StructuredTrainer(EBFTTrainer):
         sampler: writes the completions.
         publisher: brings the weights to the sampler; None where it runs the policy itself.
         own: rewards of the user's own; None: none.
+        stop: as `EBFTTrainer`; while completions are waited for, a signal ends the waiting at once.
         Others: as `EBFTTrainer`.
     """
 
@@ -67,10 +71,19 @@ class StructuredTrainer(EBFTTrainer):
         attention: Backend,
         publisher: Publisher | None = None,
         own: OwnScorer | None = None,
+        stop: StopSignal | None = None,
         **others: Any,
     ) -> None:
+        self.stop = stop or StopSignal()
         super().__init__(
-            policy, config, arguments, schedule, pad_token_id=pad_token_id, attention=attention, **others
+            policy,
+            config,
+            arguments,
+            schedule,
+            pad_token_id=pad_token_id,
+            attention=attention,
+            stop=self.stop,
+            **others,
         )
         self.schedule = schedule
         self.publisher = publisher
@@ -100,7 +113,12 @@ class StructuredTrainer(EBFTTrainer):
         read, _ = Trainer.get_batch_samples(self, epoch_iterator, num_batches, device)
         generation = self.schedule.generation_of(self.state.global_step)
         if self._prepared is None or self._prepared[0] != generation:
-            self._prepared = generation, self._prepare([part["rows"].rows for part in read], generation)
+            try:
+                with self.stop.interruptible():  # completions may take minutes; no step has begun
+                    self._prepared = generation, self._prepare([p["rows"].rows for p in read], generation)
+            except Interrupted:
+                self._end_between_steps()
+                return [], 0
         micro_batches = self._prepared[1]
         ebft = self.config.ebft
         counts = BatchCounts(
@@ -145,6 +163,12 @@ class StructuredTrainer(EBFTTrainer):
         if not self.config.rollout.skip_zero_advantage_batches or self.config.ebft.ce_coef > 0:
             return True
         return bool(terms.active.any())
+
+    def _end_between_steps(self) -> None:
+        """Let the training loop end before a step that has not begun, with a checkpoint of the last one."""
+        step = self.state.global_step
+        self.control.should_training_stop = True
+        self.control.should_save = step > 0 and not has_checkpoint(Path(self.args.output_dir), step)
 
     def _requests_of(self, generation: int) -> list[PromptRequest]:
         again = self._asked_again[generation] = self._stand_ins.rows_to_try_again()

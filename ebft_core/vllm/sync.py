@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 PREFIX = "policy-v"
 STAGING = ".staging-"
 _POLL_SECONDS = 0.5
+_GOODBYE_SECONDS = 3.0
 _UNKNOWN_MODEL = 404
 
 
@@ -222,6 +223,7 @@ class AdapterPublisher:
     def close(self) -> None:
         """Unload and remove everything; a server that is gone already is no error."""
         answers = self._client.health()
+        self._client.timeout, self._client.attempts = _GOODBYE_SECONDS, 1  # the end waits for nobody
         for version in list(self._names):
             self._unload(version, ask=answers)
 
