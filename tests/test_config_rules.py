@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from ebft_core.config import parse_config
+from ebft_core.config.loading import config_advice
 from ebft_core.errors import UserErrors
 
 SCRATCH = {"model.name_or_path": None, "model.from_scratch": {"sources": ["stdlib:*.py"]}}
@@ -269,6 +270,15 @@ def test_the_staleness_that_a_run_is_given_is_the_one_its_rule_asks_for() -> Non
     assert parse_config(changed({**ahead, "rollout.max_staleness": bound})).rollout.staleness_bound == bound
     with pytest.raises(UserErrors, match=f"at least {bound}"):
         parse_config(changed({**ahead, "rollout.max_staleness": bound - 1}))
+
+
+@pytest.mark.parametrize(
+    ("rollout", "advised"),
+    [({}, True), ({"sync_interval": 7}, True), ({"sync_interval": 8}, False), ({"use_vllm": False}, False)],
+)
+def test_frequent_restarts_of_the_server_are_advised_against(rollout: dict[str, Any], advised: bool) -> None:
+    found = config_advice(parse_config(changed({**STRUCTURED, "lora": None, "rollout": rollout})))
+    assert any(text.startswith("rollout.sync_interval: ") for text in found) is advised
 
 
 def test_the_batch_size_gives_the_accumulation() -> None:

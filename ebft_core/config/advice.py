@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from ebft_core.config.rules import Problem
 from ebft_core.config.schema import RunConfig
 
+_FEW_STEPS = 8  # of training, against the tens of seconds that a restart of the server takes
+
 
 def advice(config: RunConfig) -> Iterator[Problem]:
     """What is worth a second look in a valid configuration."""
@@ -30,6 +32,12 @@ def advice(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             ("trainer.learning_rate",),
             "high for training every weight; the paper takes 1e-6",
+        )
+    served = ebft.mode == "structured" and config.rollout.use_vllm
+    if served and config.lora is None and config.rollout.sync_interval < _FEW_STEPS:
+        yield Problem(
+            ("rollout.sync_interval",),
+            "without adapters every sync restarts the server, which takes tens of seconds; take 16 or more",
         )
     if config.model.trust_remote_code:
         yield Problem(("model.trust_remote_code",), "Python code that ships with the model will be run")
