@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-EventKind = Literal["metrics", "progress", "message", "error", "samples", "phase"]
+EventKind = Literal["metrics", "progress", "message", "error", "samples", "phase", "warning"]
 
 
 class EventWriter:
@@ -47,6 +47,10 @@ class EventWriter:
     def message(self, text: str) -> None:
         """One line for people."""
         self._emit("message", text=text)
+
+    def warning(self, text: str, *, name: str, step: int, numbers: str, fix: str) -> None:
+        """Training looks ill: `name` is what `health.stop_on` calls it; `text` says it all in one line."""
+        self._emit("warning", name=name, step=step, text=text, numbers=numbers, fix=fix)
 
     def error(self, payload: Mapping[str, Any]) -> None:
         """Why the stage stops, as `UserError.to_json` gives it."""

@@ -74,6 +74,10 @@ class BarView:
             self._progress.update(bar, note=event["phase"])
         elif kind in ("message", "failed"):
             self._progress.console.print(f"[dim]{stage}:[/dim] {event['text']}", highlight=False)
+        elif kind == "warning":
+            self._progress.console.print(
+                f"[yellow]{stage}: warning:[/yellow] {event['text']}", highlight=False
+            )
         elif kind in ("done", "skipped"):
             self._finish(bar, "done already" if kind == "skipped" else None)
 
@@ -116,6 +120,8 @@ class PlainView:
             self._line(f"{stage}: {event['phase']}")
         elif kind in ("message", "failed"):
             self._line(f"{stage}: {event['text']}")
+        elif kind == "warning":
+            self._line(f"{stage}: warning: {event['text']}")
         elif kind in ("started", "done"):
             self._line(f"{stage}: {kind}")
         elif kind == "skipped":

@@ -17,6 +17,7 @@ from ebft_core.evaluation.table import verdict
 from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from tasks.report_charts import report_charts
+from tasks.report_health import health_rows
 from tasks.report_rollouts import rollout_views
 
 
@@ -39,6 +40,7 @@ def build_report(run_dir: Path) -> str:
         evaluation=evaluation_rows(plan),
         whole=evaluation is not None and evaluation.mode == "structured",
         charts=report_charts(run_dir),
+        health=health_rows(run_dir),
         rollouts=rollout_views(plan.stage("evaluate").output / "rollouts.json"),
         stages=_stages(plan),
         digests=_digests(plan),

@@ -155,6 +155,8 @@ class ProgressArtifact:
         kind = event["kind"]
         if kind == "message":
             self._log.info("%s", event["text"])
+        elif kind == "warning":
+            self._log.warning("%s", event["text"])
         elif kind == "phase":
             self._log.info("%s: %s", self._stage, event["phase"])
         elif kind == "progress" and event["total"]:

@@ -45,10 +45,11 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], **tolera
         torch.testing.assert_close(value, b[name], msg=lambda m, n=name: f"{n}: {m}", **tolerance)
 
 
-class _StopAt:
+class _StopAt(EventWriter):
     """Requests a stop once a journal has seen the metrics of a step."""
 
     def __init__(self, step: int, stop: StopSignal) -> None:
+        super().__init__(None, "train")
         self.step, self.stop = step, stop
 
     def metrics(self, step: int, values: dict[str, float], total: int | None = None) -> None:

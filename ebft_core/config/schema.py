@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import Field, field_validator
 
 from ebft_core.config.data_section import DataConfig
+from ebft_core.config.health_section import HealthConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
@@ -272,6 +273,7 @@ class RunConfig(Section):
     vllm: VLLMConfig = VLLMConfig()
     rewards: list[OwnRewardConfig] = Field(default_factory=list)
     """Rewards of your own, added to the feature reward (structured mode)."""
+    health: HealthConfig = HealthConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
     publish: PublishConfig = PublishConfig()
     tracking: TrackingConfig = TrackingConfig()

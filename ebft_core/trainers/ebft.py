@@ -35,6 +35,7 @@ from ebft_core.rows import RowBatch, collate_rows, row_uniforms
 from ebft_core.stop import StopSignal
 from ebft_core.trainers import checkpoints
 from ebft_core.trainers.ema import WeightAverage, load_trainable, trainable_state
+from ebft_core.trainers.health import HealthCallback
 from ebft_core.trainers.metrics import StepSums, peak_memory_mb
 from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
 from ebft_core.trainers.update import BatchCounts, accumulate_gradients
@@ -99,6 +100,7 @@ class EBFTTrainer(Trainer):
         self._step_started = time.perf_counter()
         self.remove_callback(PrinterCallback)  # the event stream is the only log
         self.add_callback(_StepCallback(stop or StopSignal(), self.average))
+        self.add_callback(HealthCallback(config, self.events))
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
