@@ -18,6 +18,7 @@ from ebft_core.config import RunConfig
 from ebft_core.events import EventWriter
 from ebft_core.losses import TokenTerms
 from ebft_core.models import freeze_copy
+from ebft_core.own_rewards import OwnRewards
 from ebft_core.rows import collate_rows
 from ebft_core.samplers.generate import GenerateSampler
 from ebft_core.samplers.prompts import Group, PromptRequest, Sample
@@ -27,6 +28,7 @@ from ebft_core.trainers.arguments import training_arguments
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.groups import Candidate, StandIns
 from ebft_core.trainers.off_policy import mean_log_ratio, off_policy_terms
+from ebft_core.trainers.own import OwnScorer
 from ebft_core.trainers.schedule import RolloutQueue, RowSchedule
 from ebft_core.trainers.step import score
 from ebft_core.trainers.structured import StructuredTrainer
@@ -413,3 +415,35 @@ def test_truncated_completions_can_be_masked() -> None:
     assert terms.weight[0, 0, 1].abs().sum() == 0
     assert terms.weight[0, 0, 0].abs().sum() == 5
     assert masked == pytest.approx(3 / int(action.sum()))
+
+
+def test_own_rewards_are_added_and_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my_length_reward.py").write_text(
+        "def short(completion_ids, ground_truth, **kwargs):\n"
+        "    assert all(isinstance(text, str) for text in ground_truth)\n"
+        "    kwargs['log_metric']('longest', max(map(len, completion_ids)))\n"
+        "    return [float(-len(ids)) for ids in completion_ids]\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    config = config_of(
+        rollout={"use_vllm": True},
+        lora={"r": 4},
+        rewards=[{"module": "my_length_reward:short", "weight": 0.5}],
+        trainer={"max_steps": 1},
+    )
+
+    class Letters:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return "".join(chr(97 + i % 26) for i in ids)
+
+    plain_folder, own_folder = tmp_path / "plain", tmp_path / "own"
+    trainer_of(plain_folder, config, sampler=FakeSampler(), publisher=FakePublisher()).train()
+    trainer = trainer_of(own_folder, config, sampler=FakeSampler(), publisher=FakePublisher())
+    trainer.own = OwnScorer(OwnRewards(config.rewards), Letters())  # type: ignore[arg-type]
+    trainer.train()
+    (plain,), (own,) = metrics_of(plain_folder), metrics_of(own_folder)
+    assert own["rewards/my_length_reward.short"] == pytest.approx(-own["rollout/completion_tokens"])
+    assert 1 <= own["rewards/longest"] <= 6
+    assert own["ebft/reward"] == pytest.approx(
+        plain["ebft/reward"] + 0.5 * own["rewards/my_length_reward.short"], abs=1e-4
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 from torch import Tensor
@@ -30,7 +31,8 @@ class OwnScorer:
     def score(
         self, rows: Sequence[Mapping[str, Any]], blocks: Blocks, trainer_state: Any
     ) -> tuple[Tensor, dict[str, float]]:
-        """Weighted sums `(R, 1, N)`, NaN where no function applies, and what functions gave to `log_metric`.
+        """Weighted sums `(R, 1, N)`, NaN where no function applies; each function's mean, by its name, and
+        what functions gave to `log_metric`.
 
         Raises:
             UserError: a function fails or returns something else than it should.
@@ -49,7 +51,12 @@ class OwnScorer:
             columns=columns,
             trainer_state=trainer_state,
         )
-        return combine_own(output.rewards, self._rewards.weights, (R, A, N)), output.metrics
+        means = {
+            name.replace(":", "."): fmean(value for value in values if value is not None)
+            for name, values in zip(self._rewards.names, output.rewards, strict=True)
+            if any(value is not None for value in values)
+        }
+        return combine_own(output.rewards, self._rewards.weights, (R, A, N)), {**means, **output.metrics}
 
     def _texts(
         self, rows: Sequence[Mapping[str, Any]], n_samples: int

@@ -9,9 +9,11 @@ then the micro-batches are trained on.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -102,6 +104,7 @@ class StructuredTrainer(EBFTTrainer):
         self._more: dict[str, float] = {}
         self._ratios = RatioSums()
         self._asked_again: dict[int, list[Row]] = {}
+        self._own_values: defaultdict[str, list[float]] = defaultdict(list)
 
     def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
         return SequentialSampler(self.schedule)  # the schedule is the order
@@ -221,7 +224,7 @@ class StructuredTrainer(EBFTTrainer):
             own_RAN, metrics = self.own.score(rows, blocks, self.state)
             own_RAN = own_RAN.to(self.args.device)
             for name, value in metrics.items():
-                self._more[f"rewards/{name}"] = value
+                self._own_values[name].append(value)
         with self.accelerator.autocast():
             rollout = score(
                 self.feature_model, batch, blocks, ebft, self.attention, own_RAN=own_RAN, **self.execution
@@ -305,6 +308,8 @@ class StructuredTrainer(EBFTTrainer):
             )
 
     def _step_metrics(self) -> dict[str, float]:
-        more = {**self._more, **self._ratios.metrics()}
+        own = {f"rewards/{name}": fmean(values) for name, values in self._own_values.items()}
+        more = {**self._more, **self._ratios.metrics(), **own}
         self._more, self._ratios = {}, RatioSums()
+        self._own_values.clear()
         return more
