@@ -16,14 +16,40 @@ from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
 
 @app.command()
-def run(config: ConfigArgument, overrides: SetOption = None) -> None:
+def run(
+    config: ConfigArgument,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Show the plan and estimates; start and write nothing.")
+    ] = False,
+    overrides: SetOption = None,
+) -> None:
     """Run the whole pipeline; the same command again resumes an interrupted run and skips what is done."""
     with exit_codes():
         resolved = load_config(config, overrides or ())  # every mistake is shown before anything starts
+        if dry_run:
+            from flows.dry_run import dry_run as show
+
+            show(resolved)
+            return
 
         from flows.run_command import run_pipeline
 
         raise SystemExit(int(run_pipeline(config, overrides or [], resolved)))
+
+
+@app.command()
+def doctor(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="The run file (YAML).")] = None,
+    json_: Annotated[bool, typer.Option("--json", help="Print JSON instead of the table.")] = False,
+    overrides: SetOption = None,
+) -> None:
+    """Look at this machine, and at what CONFIG needs of it; exit code 1 if a run would fail."""
+    with exit_codes():
+        resolved = None if config is None else load_config(config, overrides or ())
+
+        from flows.doctor import doctor as look
+
+        raise SystemExit(look(resolved, as_json=json_))
 
 
 @app.command()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import logging.handlers
+import queue
 import random
 import subprocess
 import sys
@@ -10,7 +14,7 @@ from pathlib import Path
 import pytest
 from trainer_fixtures import make_config, make_trainer
 
-from ebft_core.config import RunConfig
+from ebft_core.config import RunConfig, parse_config
 from ebft_core.errors import UserError, UserErrors
 from ebft_core.events import EventWriter, read_events
 from ebft_core.health import Finding, HealthMonitor
@@ -179,3 +183,50 @@ def test_switched_off_it_says_nothing(tmp_path: Path) -> None:
     run = make_config(health={**SICK, "enabled": False, "stop_on": ["divergence"]})
     make_trainer(tmp_path / "c", run, events=EventWriter(journal, "train")).train()
     assert [e["kind"] for e in read_events(journal)] == ["metrics"] * 4
+
+
+def test_a_warning_is_shown_wherever_people_look(tmp_path: Path) -> None:
+    from orchestration.builders import planned_run
+    from rich.console import Console
+
+    from flows.live_view import PlainView, open_view
+    from tasks.report import build_report
+
+    plan = planned_run(tmp_path)
+    journal = plan.run_dir / "events" / "train.jsonl"
+    finding = Finding("no_signal", 12, "ebft/advantage_std 0 (below 1e-06)", "raise ebft.temperature")
+    EventWriter(journal, "train").warning(
+        finding.text, name=finding.ailment, step=finding.step, numbers=finding.numbers, fix=finding.fix
+    )
+    (event,) = read_events(journal)
+    for terminal in (False, True):
+        console = Console(force_terminal=terminal, record=True, width=200, file=io.StringIO())
+        with open_view(console) as view:
+            assert isinstance(view, PlainView) != terminal
+            view("train", event)
+        assert f"train: warning: {finding.text}" in console.export_text()
+    page = build_report(plan.run_dir)
+    assert all(part in page for part in ("<h2>Health</h2>", "no signal", "below 1e-06", finding.fix))
+    assert "<h2>Health</h2>" not in build_report(planned_run(tmp_path / "other").run_dir)
+
+
+def test_a_warning_reaches_the_log_of_prefect() -> None:
+    from tasks.stage_task import ProgressArtifact
+
+    records: queue.Queue[logging.LogRecord] = queue.Queue()
+    log = logging.Logger("a flow run")
+    log.addHandler(logging.handlers.QueueHandler(records))
+    ProgressArtifact("train", log)({"kind": "warning", "text": "divergence at step 3"})
+    record = records.get_nowait()
+    assert (record.levelname, record.getMessage()) == ("WARNING", "divergence at step 3")
+
+
+def test_health_is_in_no_stage_key(tmp_path: Path) -> None:
+    from orchestration.builders import micro_document
+
+    from ebft_core.runs import plan_run
+
+    document = micro_document(tmp_path)
+    stops = parse_config({**document, "health": {"stop_on": ["divergence"], "window": 3}})
+    keys = [[stage.key for stage in plan_run(run).stages] for run in (parse_config(document), stops)]
+    assert keys[0] == keys[1]
