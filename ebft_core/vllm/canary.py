@@ -1,4 +1,9 @@
-"""Does the server compute what the trainer computes? One text is scored by both after every weight sync."""
+"""Does the server compute what the trainer computes? Both score one continuation after every weight sync.
+
+The server writes the continuation, as it writes completions. It is not asked for the log-probabilities of a
+prompt: with adapters, vLLM computes those with the row numbers of the tokens that the whole batch samples,
+and its engine ends (on a CPU) as soon as other requests run beside.
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,13 @@ from ebft_core.logprobs import label_logprobs, scored_labels
 from ebft_core.model_parts import evaluation_mode, head_of, prepare_for_packing
 from ebft_core.vllm.client import VLLMClient
 
+CONTINUED = 16
+"""Tokens that are compared; a shorter text has fewer."""
+
 
 @dataclass(frozen=True)
 class Canary:
-    """A text that both score.
+    """A text whose beginning the server continues to the same length.
 
     Args:
         token_ids: at least two; the same for the whole run.
@@ -41,10 +49,13 @@ class Canary:
 
         Raises:
             UserError: it is above the tolerance, or not a number.
-            ServerGone, RequestRefused: as `VLLMClient.score`.
+            ServerGone, RequestRefused: as `VLLMClient.complete`.
         """
-        theirs = client.score(self.token_ids, name)
-        ours = own_logprobs(policy, self.token_ids, self.attention)
+        kept = max(1, len(self.token_ids) - CONTINUED)
+        prompt = list(self.token_ids[:kept])
+        (written,) = client.complete(prompt, max_tokens=len(self.token_ids) - kept, seed=0, model=name)
+        theirs = written.logprobs
+        ours = own_logprobs(policy, [*prompt, *written.token_ids], self.attention)[-len(theirs) :]
         difference = fmean(abs(a - b) for a, b in zip(theirs, ours, strict=True))
         if not difference <= self.tolerance:  # also when it is not a number
             raise UserError(

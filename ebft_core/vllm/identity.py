@@ -33,7 +33,7 @@ def check_own(client: VLLMClient, spec: ServerSpec) -> None:
 
 
 def warm_up(client: VLLMClient, config: RunConfig) -> None:
-    """One completion as the run will ask for them, and one score: both must work, and both compile code.
+    """One completion as the run will ask for them: it must work, and the first one compiles code.
 
     Raises:
         ServerGone, RequestRefused: as `VLLMClient.complete`.
@@ -50,7 +50,6 @@ def warm_up(client: VLLMClient, config: RunConfig) -> None:
         repetition_penalty=ebft.repetition_penalty,
         seed=0,
     )
-    client.score(_PROMPT)
 
 
 def check_foreign(config: RunConfig) -> ServerState:

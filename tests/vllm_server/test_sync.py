@@ -78,9 +78,9 @@ def train(policy: torch.nn.Module, seed: int) -> None:
             parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
 
 
-def truth(policy: Any) -> list[float]:
-    """The policy's log-probabilities of the canary by the library's own forward pass."""
-    tokens = torch.tensor([CANARY])
+def truth(policy: Any, text: list[int] = CANARY) -> list[float]:
+    """The policy's log-probabilities of a text by the library's own forward pass."""
+    tokens = torch.tensor([text])
     with torch.no_grad():
         logprobs = policy(input_ids=tokens).logits[0, :-1].double().log_softmax(-1)
     return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
@@ -136,12 +136,13 @@ def test_the_canary_names_both_numbers_and_the_causes(
     policy = make_policy(model)
     published = publisher(client, tmp_path, policy)
     published.publish(0)
-    theirs = truth(policy)
+    (written,) = client.complete(CANARY[:1], max_tokens=7, seed=0, model=published.name_of(0))
+    theirs = truth(policy, [*CANARY[:1], *written.token_ids])
     with torch.no_grad():  # what no adapter carries: the server's base is another one now
         for name, parameter in policy.named_parameters():
             if "lora_" not in name and parameter.ndim == 2:
                 parameter.mul_(1.2)
-    ours = truth(policy)
+    ours = truth(policy, [*CANARY[:1], *written.token_ids])
     with pytest.raises(UserError, match="does not compute what the trainer computes") as caught:
         published.publish(1)
     error = caught.value
