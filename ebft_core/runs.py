@@ -19,6 +19,7 @@ import yaml
 from ebft_core.base_model import digest_model_folder
 from ebft_core.config import RunConfig, SourceConfig
 from ebft_core.config.redaction import redact
+from ebft_core.data.remote import remote_of
 from ebft_core.data.sources import digest_sources
 from ebft_core.data.transforms.custom import fingerprint_transform
 from ebft_core.errors import UserError
@@ -101,16 +102,16 @@ class RunPlan:
 
 
 def plan_run(config: RunConfig) -> RunPlan:
-    """Digest everything the run reads and lay out its folders; writes nothing.
+    """Digest everything the run reads and lay out its folders; writes nothing but sources from S3.
 
     Raises:
-        UserError: a source matches no file, or the base model's folder is not one.
+        UserError: a source matches no file or cannot be reached, or the base model's folder is not one.
     """
     working_dir = Path.cwd()
     workspace = (working_dir / Path(config.workspace).expanduser()).resolve()
     document = redact(config.model_dump(mode="json"))
     code = code_digest()
-    data = digest_sources(config.data.sources)
+    data = digest_sources(config.data.sources, remote_of(config))
     base = _base_digest(config)
     external = {
         "prepare_base": {"base": base, "chat_template": _file_digest(config)},

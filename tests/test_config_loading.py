@@ -160,8 +160,8 @@ class TestUnknownKeys:
         assert suggestion in str(error.hint)
 
     def test_a_name_like_no_other_lists_the_keys(self) -> None:
-        error = only_error(lambda: parse_config(minimal(storage={"qqqq": 1})))
-        assert (error.expected, error.hint) == ("one of: reserve_gb", None)
+        error = only_error(lambda: parse_config(minimal(tracking={"qqqq": 1})))
+        assert (error.expected, error.hint) == ("one of: mlflow_uri, experiment, tags", None)
 
     def test_a_key_of_the_server_that_does_not_exist(self) -> None:
         error = only_error(lambda: parse_config(minimal(vllm={"port": 8000})))

@@ -14,10 +14,10 @@ from ebft_core.config.schema import (
     ModelConfig,
     PublishConfig,
     RunConfig,
-    StorageConfig,
     TrackingConfig,
     TrainerConfig,
 )
+from ebft_core.config.storage_section import StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 __all__ = [

@@ -13,7 +13,8 @@ class SourceConfig(Section):
     """One place where documents come from."""
 
     path: str
-    """File, glob, `stdlib:` glob, folder saved by `datasets`, or a hub dataset id with `format: hub`."""
+    """File, glob, `stdlib:` glob, folder saved by `datasets`, `s3://bucket/` with a name or glob, or a hub
+    dataset id with `format: hub`."""
     format: Literal["auto", "text", "jsonl", "csv", "parquet", "dataset", "hub"] = "auto"
     """How to read `path`; `auto` decides by the file name's ending (`.txt .py .md` are whole-file text)."""
     split: str = "train"

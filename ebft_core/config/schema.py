@@ -14,6 +14,7 @@ from pydantic import Field, field_validator
 from ebft_core.config.data_section import DataConfig
 from ebft_core.config.health_section import HealthConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
+from ebft_core.config.storage_section import StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 
@@ -248,13 +249,6 @@ class TrackingConfig(Section):
     """Experiment that holds the runs."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Extra tags of the MLflow run."""
-
-
-class StorageConfig(Section):
-    """Disk space rules of the workspace."""
-
-    reserve_gb: NonNegative = 1.0
-    """Free space, in GB, that must remain after the estimated need of the run."""
 
 
 class RunConfig(Section):

@@ -12,6 +12,7 @@ from ebft_core.config import RunConfig
 from ebft_core.data.document import RowError, TokenizedDocument
 from ebft_core.data.packing import Packer, Piece, cut, has_room
 from ebft_core.data.reader import BadRow, Document
+from ebft_core.data.remote import remote_of
 from ebft_core.data.scan import Scan, apply_policy, check_row, scan_rows, source_rows
 from ebft_core.data.sources import SourceFile, resolve_sources
 from ebft_core.data.split import check_split, is_heldout
@@ -95,7 +96,7 @@ class DataPipeline:
                 any document, or token ids beyond the embedding.
             Preempted: asked to stop.
         """
-        files = resolve_sources(self.config.data.sources)
+        files = resolve_sources(self.config.data.sources, remote=remote_of(self.config))
         extra = self.maker is not None and bool(self.config.rewards)
         scan = self.scan(files)
         result = Result(len(scan.document_hashes) + len(scan.bad), list(scan.bad), Dropped())

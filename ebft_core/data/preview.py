@@ -22,6 +22,7 @@ from ebft_core.data.pipeline import DataPipeline, Dropped, Result
 from ebft_core.data.preview_examples import example_facts, show_example
 from ebft_core.data.preview_text import ANCHOR, CONTEXT, SUPERVISED, TARGET_ONLY, legend, visible
 from ebft_core.data.reader import BadRow
+from ebft_core.data.remote import remote_of
 from ebft_core.data.scan import scan_rows
 from ebft_core.data.sources import SourceFile, resolve_sources
 from ebft_core.data.split import is_heldout
@@ -45,7 +46,7 @@ def preview(config: RunConfig, *, rows: int = 3, console: Console | None = None)
     """
     out = console or Console()
     tokenizer, size = _tokenizer(config)
-    files = resolve_sources(config.data.sources)
+    files = resolve_sources(config.data.sources, remote=remote_of(config))
     few = _first_documents(config, rows)
     result = Result(0, [], Dropped())
     pipeline = DataPipeline(few, tokenizer, size, events=EventWriter(None, "preview"), stop=StopSignal())

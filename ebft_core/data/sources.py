@@ -15,8 +15,10 @@ from pathlib import Path
 from typing import Literal, TypedDict
 
 from ebft_core.config import SourceConfig
+from ebft_core.data.remote import Remote
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_json, sha256_file
+from ebft_core.storage.store import S3
 
 FileFormat = Literal["text", "jsonl", "csv", "parquet", "dataset", "hub"]
 
@@ -56,6 +58,7 @@ class SourceFile:
         format: how to read it.
         split: split of a `dataset` or `hub` source.
         revision: revision of a `hub` source.
+        known: size and hex sha256, where they are known without reading the file (S3).
     """
 
     path: Path
@@ -63,22 +66,32 @@ class SourceFile:
     format: FileFormat
     split: str = "train"
     revision: str | None = None
+    known: tuple[int, str] | None = None
 
 
-def resolve_sources(sources: Sequence[SourceConfig], *, where: str = "data.sources") -> list[SourceFile]:
+def resolve_sources(
+    sources: Sequence[SourceConfig],
+    *,
+    where: str = "data.sources",
+    remote: Remote | None = None,
+    fetch: bool = True,
+) -> list[SourceFile]:
     """All files of the sources: sources in the order given, files of one source by name.
 
     Args:
         sources: as configured.
         where: config key path used in errors.
+        remote: how to reach sources on S3; None refuses them.
+        fetch: bring contents here that are not in the workspace yet; otherwise their paths may not exist.
 
     Raises:
-        UserError: a source matches nothing, or its format cannot be told from the file's name.
+        UserError: a source matches nothing or cannot be reached, or its format cannot be told from the
+            file's name.
     """
     return [
         file
         for index, source in enumerate(sources)
-        for file in _resolve_one(source, f"{where}[{index}].path")
+        for file in _resolve_one(source, f"{where}[{index}].path", remote, fetch)
     ]
 
 
@@ -87,31 +100,37 @@ def resolve_patterns(patterns: Sequence[str], *, where: str) -> list[SourceFile]
     return resolve_sources([SourceConfig(path=pattern) for pattern in patterns], where=where)
 
 
-def fingerprint_sources(sources: Sequence[SourceConfig]) -> list[Fingerprint]:
+def fingerprint_sources(sources: Sequence[SourceConfig], remote: Remote | None = None) -> list[Fingerprint]:
     """Names, sizes and content digests of everything the sources read, in reading order.
 
-    A hub dataset is fingerprinted by the commit its revision points to (this needs the network).
+    A hub dataset is fingerprinted by the commit its revision points to (this needs the network); an object
+    on S3 by the sha256 it carries, or else by its bytes.
 
     Raises:
         UserError: as `resolve_sources`, or the hub cannot be reached.
     """
-    return [entry for file in resolve_sources(sources) for entry in _fingerprint(file)]
+    return [
+        entry for file in resolve_sources(sources, remote=remote, fetch=False) for entry in _fingerprint(file)
+    ]
 
 
-def digest_sources(sources: Sequence[SourceConfig]) -> str:
+def digest_sources(sources: Sequence[SourceConfig], remote: Remote | None = None) -> str:
     """One hex sha256 over `fingerprint_sources`."""
-    return digest_json(fingerprint_sources(sources))
+    return digest_json(fingerprint_sources(sources, remote))
 
 
-def _resolve_one(source: SourceConfig, where: str) -> list[SourceFile]:
+def _resolve_one(source: SourceConfig, where: str, remote: Remote | None, fetch: bool) -> list[SourceFile]:
     if source.format == "hub":
         return [SourceFile(Path(source.path), HUB + source.path, "hub", source.split, source.revision)]
+    if source.path.startswith(S3) and remote is not None:
+        return _resolve_s3(source, where, remote, fetch)
     if "://" in source.path:
         raise UserError(
-            "remote sources are not supported",
+            "remote sources of this kind are not supported",
             where=where,
             value=source.path,
-            expected="a local file, glob or folder, or a hub dataset id with `format: hub`",
+            expected="a local file, glob or folder; in data.sources also s3://bucket/name, or a hub dataset "
+            "id with `format: hub`",
         )
     matches = expand_pattern(source.path)
     if not matches:
@@ -125,6 +144,27 @@ def _resolve_one(source: SourceConfig, where: str) -> list[SourceFile]:
     return [
         SourceFile(path, name, _format_of(path, source.format, where), source.split) for path, name in matches
     ]
+
+
+def _resolve_s3(source: SourceConfig, where: str, remote: Remote, fetch: bool) -> list[SourceFile]:
+    found = remote.find(source.path, where)
+    if not found:
+        raise UserError(
+            "no data files",
+            where=where,
+            value=source.path,
+            expected="a pattern that matches at least one object",
+            hint="`*` does not cross a `/`; `**/` does",
+        )
+    files = [
+        SourceFile(
+            item.path, item.uri, _format_of(item.path, source.format, where), known=(item.bytes, item.sha256)
+        )
+        for item in found
+    ]
+    if fetch:
+        remote.fetch(found, where)
+    return files
 
 
 def expand_pattern(pattern: str) -> list[tuple[Path, str]]:
@@ -183,6 +223,8 @@ def _format_of(path: Path, wanted: str, where: str) -> FileFormat:
 def _fingerprint(file: SourceFile) -> list[Fingerprint]:
     if file.format == "hub":
         return [_fingerprint_hub(file)]
+    if file.known is not None:
+        return [{"path": file.name, "bytes": file.known[0], "sha256": file.known[1]}]
     if file.format == "dataset":
         inner = sorted(p for p in file.path.rglob("*") if p.is_file())
         return [_fingerprint_file(p, f"{file.name}/{p.relative_to(file.path).as_posix()}") for p in inner]

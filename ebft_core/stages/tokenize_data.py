@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from ebft_core.base_model import embedding_size, read_base
 from ebft_core.data.pipeline import DataPipeline, Result
+from ebft_core.data.remote import remote_of
 from ebft_core.data.scan import write_quarantine
 from ebft_core.data.sources import digest_sources
 from ebft_core.errors import UserError
@@ -54,7 +55,7 @@ def _check_unchanged(context: StageContext) -> None:
     """The stage's key holds the digest of the data at planning time, so the data must still be the same."""
     if not (context.run_dir / PLAN).is_file():
         return  # called without a plan: there is no key to protect
-    now = digest_sources(context.config.data.sources)
+    now = digest_sources(context.config.data.sources, remote_of(context.config))
     if now != read_plan(context.run_dir).data_digest:
         raise UserError(
             "the data changed while the run was going on",

@@ -59,7 +59,7 @@ def test_a_name_with_glob_characters_is_taken_literally(tmp_path: Path) -> None:
     ("source", "message"),
     [
         ({"path": "nowhere/*.txt"}, "no data files"),
-        ({"path": "s3://bucket/x.jsonl"}, "remote sources are not supported"),
+        ({"path": "gs://bucket/x.jsonl"}, "remote sources of this kind"),
         ({"path": __file__, "format": "dataset"}, "not a folder saved by `datasets`"),
     ],
 )
