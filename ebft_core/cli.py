@@ -194,6 +194,29 @@ def evaluate(
         commands.evaluate(model, baseline, run, output=output, as_json=json_)
 
 
+archive = typer.Typer(no_args_is_help=True, help="The archive of a run (`storage.archive`).")
+app.add_typer(archive, name="archive")
+RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a planned run.")]
+
+
+@archive.command()
+def push(run_dir: RunDirArgument) -> None:
+    """Copy finished stages and the report into the archive, as far as they are not there yet."""
+    with exit_codes():
+        from ebft_core.storage import commands
+
+        raise SystemExit(int(commands.push(run_dir)))
+
+
+@archive.command()
+def status(run_dir: RunDirArgument) -> None:
+    """Show which stages are here and which the archive can replace."""
+    with exit_codes():
+        from ebft_core.storage import commands
+
+        commands.status(run_dir)
+
+
 def _write(make: Callable[[], str], output: Path | None) -> None:
     text = make()
     if output is None:

@@ -120,6 +120,18 @@ def verify_folder(target: Path, *, deep: bool = True) -> StageRef | None:
     return _ref(target, body)
 
 
+def adopt_folder(staging: Path, target: Path) -> StageRef | None:
+    """Put a copy of a committed folder, manifest and all, in place; None if the copy does not verify.
+
+    A `target` that verifies is kept, as in `commit_folder`.
+    """
+    if verify_folder(staging) is None:
+        return None
+    for path in [*staging.rglob("*"), staging]:
+        _fsync(path)
+    return _replace_folder(staging, target) or verify_folder(target, deep=False)
+
+
 def read_meta(target: Path) -> dict[str, Any]:
     """The meta of a committed folder. Raises ValueError if its manifest is missing or damaged."""
     body = _read_body(target)

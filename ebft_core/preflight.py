@@ -1,4 +1,4 @@
-"""What is checked before anything runs: the workspace can be written and has room for the run."""
+"""What is checked before anything runs: workspace and archive can be written, and there is room."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from ebft_core.runs import RunPlan
+from ebft_core.storage.archive import WHERE as ARCHIVE
+from ebft_core.storage.archive import open_archive
 
 _GB = 1e9
 _ADAM_BYTES = 8  # two float32 moments per trained weight
@@ -28,9 +30,12 @@ class ModelSize:
 
 
 def check_preflight(config: RunConfig, plan: RunPlan) -> None:
-    """Check the workspace and the disk. Raises UserError; leaves nothing behind but the empty workspace."""
+    """Check workspace, disk and archive. Raises UserError; leaves nothing in the workspace."""
     check_workspace(plan.workspace)
     check_disk(config, plan)
+    archive = open_archive(config, plan)
+    if archive is not None:
+        archive.store.check(ARCHIVE, write=True)
 
 
 def check_workspace(workspace: Path) -> None:

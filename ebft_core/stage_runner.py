@@ -30,6 +30,9 @@ from ebft_core.events import EventWriter
 from ebft_core.manifests import StageRef, commit_folder, verify_folder, write_json_atomic
 from ebft_core.runs import JOURNAL, RunPlan, StagePlan, code_digest, read_plan
 from ebft_core.stop import StopSignal, install_stop
+from ebft_core.storage.archive import Archive, open_archive
+from ebft_core.storage.folders import Interrupted
+from ebft_core.storage.store import StorageTrouble
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +125,32 @@ def run_stage(
     if name not in modules:
         raise UserError("no such stage program", where="stage", value=name, expected=", ".join(modules))
     with _stage_lock(stage, events, stop):
-        ref = verify_folder(stage.output) or _run_locked(plan, stage, run_dir, events, stop, modules[name])
-    record_stage(run_dir, stage, ref)
+        archive = _archive(plan, run_dir, stop)
+        ref = verify_folder(stage.output) or (_restore(archive, stage, run_dir, events) if archive else None)
+        ref = ref or _run_locked(plan, stage, run_dir, events, stop, modules[name])
+        record_stage(run_dir, stage, ref)
+        if archive is not None:
+            events.message(archive.push(stage))
+    return ref
+
+
+def _archive(plan: RunPlan, run_dir: Path, stop: StopSignal) -> Archive | None:
+    config = load_config(run_dir / "config.yaml")
+    return open_archive(config, plan, stopped=lambda: stop.requested)
+
+
+def _restore(archive: Archive, stage: StagePlan, run_dir: Path, events: EventWriter) -> StageRef | None:
+    """Fetch the stage from the archive; None if it is not there or will not come: it is then computed."""
+    try:
+        ref = archive.restore(stage)
+    except Interrupted:
+        raise Preempted("while the stage was being fetched from the archive") from None
+    except StorageTrouble as trouble:
+        events.message(f"stage {stage.name} cannot be fetched from the archive: {trouble.reason}")
+        return None
+    if ref is not None:
+        record_stage(run_dir, stage, ref)  # brings its journal, before anything is said in this one
+        events.message(f"stage {stage.name} was fetched from the archive {archive.location}")
     return ref
 
 

@@ -12,6 +12,7 @@ from ebft_core.config import load_config
 from ebft_core.evaluation.table import print_table
 from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
+from ebft_core.storage.archive import archive_notes
 from tasks.mlflow_uri import tracking_uri
 from tasks.report import read_evaluation
 from tasks.services import HOST, MLFLOW_PORT, PREFECT_PORT, noted_services
@@ -36,7 +37,10 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
     if verify_folder(published, deep=False) is not None:
         version = read_meta(published)
         places["registered"] = f"{version['name']} version {version['version']}, alias {version['alias']}"
-    uri = tracking_uri(load_config(plan.run_dir / "config.yaml"), plan.workspace)
+    config = load_config(plan.run_dir / "config.yaml")
+    if config.storage.archive is not None:
+        places["archive"] = _archive_line(config.storage.archive, plan)
+    uri = tracking_uri(config, plan.workspace)
     note = json.loads((plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
     page = f"#/experiments/{note.get('experiment_id')}/runs/{note.get('run_id')}"
     running = noted_services(plan.workspace)
@@ -52,3 +56,10 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
     if running is None and not configured:
         places["open both"] = f"ebft up --workspace {plan.workspace}"
     return places
+
+
+def _archive_line(location: str, plan: RunPlan) -> str:
+    missing = [note.name for note in archive_notes(plan.run_dir) if note.error]
+    if not missing:
+        return location
+    return f"{location} without {', '.join(missing)}; to catch up: ebft archive push {plan.run_dir}"
