@@ -21,6 +21,7 @@ TESTED: Mapping[str, str] = {
     "peft": "0.21.2",
     "datasets": "5.2.0",
     "accelerate": "1.15.0",
+    "boto3": "1.44.5",
     "mlflow": "3.17.2",
     "prefect": "3.8.8",
     "httpx": "0.28.1",
