@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Set
 from pathlib import Path
 
 import typer
@@ -14,6 +15,8 @@ from ebft_core.config import RunConfig
 from ebft_core.config.loading import dump_yaml
 from ebft_core.estimates import Estimates, estimate
 from ebft_core.runs import RunPlan, StageState, plan_run
+from ebft_core.storage.archive import open_archive
+from ebft_core.storage.commands import survey
 from tasks.mlflow_uri import tracking_uri
 
 _GB = 1e9
@@ -35,7 +38,11 @@ def dry_run(config: RunConfig) -> None:
     estimates = estimate(config, plan)
     typer.echo(dump_yaml(config))
     console = Console()
-    console.print(_stages(plan, estimates))
+    archive = open_archive(config, plan)
+    archived = {name for name, there in survey(archive).items() if there} if archive is not None else set()
+    to_fetch = {name for name in archived if plan.stage(name).state != "done"}
+    console.print(_stages(plan, estimates, to_fetch))
+    seconds = sum(value for name, value in estimates.seconds.items() if name not in to_fetch)
     facts = {
         "run folder": str(plan.run_dir),
         "tracking": uri,
@@ -43,7 +50,7 @@ def dry_run(config: RunConfig) -> None:
         "memory": _size(estimates.memory_bytes, "estimated peak of training"),
         "disk": f"{_size(estimates.disk_bytes, 'estimated')}, {_free(plan.workspace) / _GB:.1f} GB free, "
         f"{config.storage.reserve_gb:g} GB reserve",
-        "time": f"{_duration(sum(estimates.seconds.values()))} (estimated)",
+        "time": f"{_duration(seconds)} (estimated)",
     }
     for name, value in facts.items():
         console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
@@ -52,15 +59,15 @@ def dry_run(config: RunConfig) -> None:
     console.print("nothing was started or written", highlight=False)
 
 
-def _stages(plan: RunPlan, estimates: Estimates) -> Table:
+def _stages(plan: RunPlan, estimates: Estimates, to_fetch: Set[str]) -> Table:
     table = Table(title="stages", title_justify="left")
     table.add_column("stage")
     table.add_column("state")
     table.add_column("estimated time", justify="right")
     table.add_column("key")
     for stage in plan.stages:
-        label, style = _STATES[stage.state]
-        seconds = estimates.seconds.get(stage.name)
+        label, style = ("in the archive", "green") if stage.name in to_fetch else _STATES[stage.state]
+        seconds = None if stage.name in to_fetch else estimates.seconds.get(stage.name)
         duration = "" if seconds is None else _duration(seconds)
         table.add_row(stage.name, Text(label, style=style), duration, stage.key[:12])
     return table

@@ -118,6 +118,24 @@ class Archive:
         found = None if lineage is None else self._folders.find(_set_name(stage))
         return found if found is not None and found.facts.get("lineage") == lineage else None
 
+    def survey(self) -> dict[str, bool]:
+        """Stage -> whether the archive can replace it, given the stages here and, before it, in the archive.
+
+        Raises:
+            StorageTrouble: the archive does not answer.
+        """
+        lineage: dict[str, str] = {}
+        there = dict.fromkeys(ARCHIVED, False)
+        for name in ARCHIVED:
+            stage = self._plan.stage(name)
+            found = self._folders.find(_set_name(stage))
+            there[name] = found is not None and found.facts.get("lineage") == lineage
+            identity = _identity(stage) or (found.facts["identity"] if found and there[name] else None)
+            if identity is None:
+                break  # it will be made anew, and so will everything after it
+            lineage[name] = identity
+        return there
+
     def _push(self, stage: StagePlan) -> str:
         ref = verify_folder(stage.output)
         lineage = self._lineage(stage)
@@ -125,7 +143,12 @@ class Archive:
             return "not done, nothing to archive"
         if stage.name == "prepare_base" and not _self_contained(stage.output):
             return "the base model lies outside of the workspace and is not archived"
-        facts = {"manifest": ref.sha256, "lineage": lineage, "run_key": self._plan.run_key}
+        facts = {
+            "identity": _identity(stage),
+            "manifest": ref.sha256,
+            "lineage": lineage,
+            "run_key": self._plan.run_key,
+        }
         there = self._folders.find(_set_name(stage))
         if there is not None and {**there.facts, "run_key": None} == {**facts, "run_key": None}:
             return f"in the archive {self.location}"
@@ -136,13 +159,10 @@ class Archive:
         """Stage -> what identifies its output here; None if one is missing. Of a base: the model's digest."""
         lineage = {}
         for earlier in self._plan.before(stage.name):
-            ref = verify_folder(earlier.output, deep=False)
-            if ref is None:
+            identity = _identity(earlier)
+            if identity is None:
                 return None
-            base = earlier.output / BASE_JSON
-            lineage[earlier.name] = (
-                json.loads(base.read_text(encoding="utf-8"))["digest"] if base.is_file() else ref.sha256
-            )
+            lineage[earlier.name] = identity
         return lineage
 
     def _note(self, name: str, error: str | None) -> None:
@@ -166,6 +186,15 @@ def archive_notes(run_dir: Path) -> list[Note]:
 
 def _set_name(stage: StagePlan) -> str:
     return f"stages/{stage.name}/{stage.key}"
+
+
+def _identity(stage: StagePlan) -> str | None:
+    """What tells the stage's output here from any other with its key; None if it is not done."""
+    ref = verify_folder(stage.output, deep=False)
+    if ref is None:
+        return None
+    base = stage.output / BASE_JSON
+    return str(json.loads(base.read_text(encoding="utf-8"))["digest"]) if base.is_file() else ref.sha256
 
 
 def _self_contained(output: Path) -> bool:

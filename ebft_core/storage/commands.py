@@ -19,7 +19,8 @@ def push(run_dir: Path) -> ExitCode:
     Raises:
         UserError: not a run folder, a run without an archive, or an archive that cannot be reached.
     """
-    plan, archive = _open(run_dir, write=True)
+    plan, archive = _open(run_dir)
+    archive.store.check(WHERE, write=True)
     for name in ARCHIVED:
         typer.echo(archive.push(plan.stage(name)))
     if (plan.run_dir / "report.html").is_file():
@@ -34,17 +35,22 @@ def status(run_dir: Path) -> None:
     Raises:
         UserError: as `push`, or the archive does not answer.
     """
-    plan, archive = _open(run_dir, write=False)
-    for name in ARCHIVED:
-        stage = plan.stage(name)
-        try:
-            there = archive.find(stage) is not None
-        except StorageTrouble as trouble:
-            raise UserError("the archive does not answer", where=WHERE, hint=trouble.reason) from trouble
-        typer.echo(f"{name:<14}{stage.state:<9}{'in the archive' if there else 'not in the archive'}")
+    plan, archive = _open(run_dir)
+    for name, there in survey(archive).items():
+        state = plan.stage(name).state
+        typer.echo(f"{name:<14}{state:<9}{'in the archive' if there else 'not in the archive'}")
 
 
-def _open(run_dir: Path, *, write: bool) -> tuple[RunPlan, Archive]:
+def survey(archive: Archive) -> dict[str, bool]:
+    """`Archive.survey`, after a look whether the archive can be read. Raises UserError."""
+    archive.store.check(WHERE, write=False)
+    try:
+        return archive.survey()
+    except StorageTrouble as trouble:
+        raise UserError("the archive does not answer", where=WHERE, hint=trouble.reason) from trouble
+
+
+def _open(run_dir: Path) -> tuple[RunPlan, Archive]:
     plan = read_plan(run_dir.resolve())
     archive = open_archive(load_config(plan.run_dir / "config.yaml"), plan)
     if archive is None:
@@ -54,5 +60,4 @@ def _open(run_dir: Path, *, write: bool) -> tuple[RunPlan, Archive]:
             expected="s3://bucket/prefix or a folder",
             hint="start the run again with --set storage.archive=…: finished stages are skipped",
         )
-    archive.store.check(WHERE, write=write)
     return plan, archive

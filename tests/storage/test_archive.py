@@ -20,6 +20,7 @@ from ebft_core.manifests import verify_folder
 from ebft_core.preflight import check_preflight
 from ebft_core.runs import RunPlan, plan_run, write_run_folder
 from ebft_core.storage.archive import archive_notes, open_archive
+from flows.dry_run import dry_run
 from tests.storage import peers
 
 STAGES = ("prepare_base", "tokenize", "train")
@@ -74,6 +75,11 @@ def test_another_machine_fetches_what_it_would_have_computed(
         assert run(here, stage, "work") == ExitCode.DONE
     there = machine(tmp_path / "there", corpus, **storage)
     assert there.run_key == here.run_key
+    shown = command("status", there)
+    assert [line.split(None, 2)[1:] for line in shown.stdout.splitlines()] == [
+        *[["missing", "in the archive"]] * 3,
+        *[["missing", "not in the archive"]] * 2,
+    ]
     for stage in STAGES:
         assert run(there, stage, "crash") == ExitCode.DONE  # nothing is computed
         ours, theirs = (verify_folder(plan.stage(stage).output) for plan in (here, there))
@@ -81,6 +87,8 @@ def test_another_machine_fetches_what_it_would_have_computed(
         assert theirs is not None
         assert theirs.sha256 == ours.sha256
         assert "was fetched from the archive" in said(there, stage)
+        assert "MB sent" in said(here, stage)
+        assert "sent" not in said(there, stage).split("was fetched")[1]
         journal = read_events(there.run_dir / "events" / f"{stage}.jsonl")
         assert [e["step"] for e in journal if e["kind"] == "metrics"] == [1, 2, 3]
     assert not list(there.workspace.rglob(".restoring-*"))
@@ -186,3 +194,24 @@ def test_an_archive_that_cannot_be_used_is_refused_before_anything_runs(
     assert refused(archive="s3://nobody-made-this/x", endpoint_url=moto_url) == "no such bucket"
     nobody = f"http://127.0.0.1:{peers.free_port()}"
     assert refused(archive=f"s3://{bucket}", endpoint_url=nobody) == "the S3 service cannot be reached"
+
+
+def test_a_dry_run_says_what_would_be_fetched(
+    corpus: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    archive = str(tmp_path / "archive")
+    here = machine(tmp_path / "here", corpus, archive=archive)
+    for stage in STAGES[:2]:
+        assert run(here, stage, "work") == ExitCode.DONE
+    document = micro_document(tmp_path / "there")
+    document["model"]["from_scratch"]["sources"] = [corpus]
+    document["data"]["sources"] = [{"path": corpus}]
+    document["storage"]["archive"] = archive
+    dry_run(parse_config(document))
+    rows = {line.split()[1]: line for line in capsys.readouterr().out.splitlines() if line.startswith("│")}
+    assert [("in the archive" in rows[name], "to do" in rows[name]) for name in STAGES] == [
+        (True, False),
+        (True, False),
+        (False, True),
+    ]
+    assert not (tmp_path / "there" / "workspace").exists()
