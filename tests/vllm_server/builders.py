@@ -56,8 +56,11 @@ def made_up_model(folder: Path, **changes: Any) -> Path:
     return model
 
 
-def true_model(folder: Path, *, lora_rank: int = 4) -> tuple[Path, Path]:
-    """A tiny Llama that vLLM can serve (heads of 32) with a byte tokenizer, and an adapter that matters."""
+def true_model(folder: Path, *, lora_rank: int = 4, spread: float = 0.2) -> tuple[Path, Path]:
+    """A tiny Llama that vLLM can serve (heads of 32) with a byte tokenizer, and an adapter that matters.
+
+    `spread` is the standard deviation of its weights: the larger, the larger the logits.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -74,7 +77,7 @@ def true_model(folder: Path, *, lora_rank: int = 4) -> tuple[Path, Path]:
             num_attention_heads=2,
             num_key_value_heads=1,
             max_position_embeddings=256,
-            initializer_range=0.2,
+            initializer_range=spread,
             bos_token_id=256,
             eos_token_id=256,
             pad_token_id=257,

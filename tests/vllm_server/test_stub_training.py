@@ -93,8 +93,7 @@ def hang(server: Kept) -> None:
     inject(server.faults, hang=True, only_start=len(starts) - 1)
 
 
-@DEPTHS
-@pytest.mark.parametrize("fault", [kill, hang])
+@pytest.mark.parametrize(("fault", "depth"), [(kill, 1), (hang, 0)], ids=["killed, async", "hung, sync"])
 def test_a_server_that_is_lost_leaves_no_trace(
     make: Make, server: Kept, undisturbed: dict[int, Training], fault: Fault, depth: int
 ) -> None:
