@@ -50,7 +50,7 @@ def dry_run(config: RunConfig) -> None:
         "memory": _size(estimates.memory_bytes, "estimated peak of training"),
         "disk": f"{_size(estimates.disk_bytes, 'estimated')}, {_free(plan.workspace) / _GB:.1f} GB free, "
         f"{config.storage.reserve_gb:g} GB reserve",
-        "time": f"{_duration(seconds)} (estimated)",
+        "time": _time(estimates, seconds),
     }
     for name, value in facts.items():
         console.print(f"{name:<11} {value}", highlight=False, soft_wrap=True, markup=False)
@@ -74,7 +74,18 @@ def _stages(plan: RunPlan, estimates: Estimates, to_fetch: Set[str]) -> Table:
 
 
 def _size(count: int | None, kind: str) -> str:
-    return "not known yet" if count is None else f"{count / _GB:.2f} GB ({kind})"
+    if count is None:
+        return "not known yet"
+    shown = f"{count / 1e6:.0f} MB" if count < 0.1 * _GB else f"{count / _GB:.1f} GB"
+    return f"{shown} ({kind})"
+
+
+def _time(estimates: Estimates, seconds: float) -> str:
+    if estimates.memory_bytes is None:
+        return "not known yet"
+    if not seconds:
+        return "nothing left that takes long"
+    return f"{_duration(seconds)} (estimated)"
 
 
 def _duration(seconds: float) -> str:

@@ -90,6 +90,8 @@ def test_what_would_not_work_fails_and_nothing_hides_the_rest(
     )
     (tmp_path / "file").write_text("", encoding="utf-8")
     run = run.model_copy(update={"workspace": str(tmp_path / "file")})
+    below = config(tmp_path).model_copy(update={"workspace": str(tmp_path / "file" / "below")})
+    assert look(below)["data and disk"].verdict == "fail"
     assert doctor(run, as_json=True) == 1
     found = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
     for name in ("workspace", "data and disk", "model", "MLflow"):

@@ -9,7 +9,7 @@ import psutil
 
 from ebft_core.config import RunConfig, TrainerConfig
 from ebft_core.doctor.check import Check, guarded
-from ebft_core.preflight import check_disk, check_workspace
+from ebft_core.preflight import check_preflight, check_workspace
 from ebft_core.runs import plan_run
 from ebft_core.tested_versions import TESTED, installed_dependencies
 
@@ -77,13 +77,15 @@ def check_folder(workspace: Path) -> Check:
 
 
 def check_data_and_disk(config: RunConfig) -> Check:
-    """The sources are there, and the stages still to do have room."""
+    """The sources are there, the stages still to do have room, and an archive can be written."""
 
     def look() -> Check:
         plan = plan_run(config)
-        check_disk(config, plan)
+        check_preflight(config, plan)
         done = sum(stage.state == "done" for stage in plan.stages)
-        detail = f"sources found, disk suffices, {done} of {len(plan.stages)} stages done"
+        archive = "" if config.storage.archive is None else ", the archive can be written"
+        state = f"{done} of {len(plan.stages)} stages done"
+        detail = f"sources found, disk suffices{archive}, {state}"
         return Check("data and disk", "ok", detail)
 
     return guarded("data and disk", look)
