@@ -95,6 +95,7 @@ def test_what_is_there_is_neither_sent_nor_fetched_again(
     assert read_files(tmp_path / "b") == {**contents, "new": b"12345"}
 
 
+@pytest.mark.slow
 def test_a_third_of_all_requests_harmed_and_nothing_lost_or_wrong(
     moto_url: str, bucket: str, tmp_path: Path
 ) -> None:
