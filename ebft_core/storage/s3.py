@@ -136,7 +136,7 @@ def _client(config: StorageConfig, *, attempts: int) -> Any:
     settings = Config(
         retries={"total_max_attempts": attempts, "mode": "standard"},
         connect_timeout=10,
-        read_timeout=60,
+        read_timeout=30,
         max_pool_connections=config.parallel * _PART_THREADS,
         s3={"addressing_style": "path" if own_address else "auto"},
         **checksums,

@@ -19,7 +19,7 @@ from ebft_core.storage.s3 import S3Store
 from ebft_core.storage.store import StorageTrouble, Store, open_store, retried
 from tests.storage import peers
 
-OBJECTS = 300
+OBJECTS = 240
 MULTIPART = 18 << 20  # two parts
 
 
@@ -161,7 +161,8 @@ def test_a_blob_with_other_bytes_is_never_accepted(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageTrouble, match="other bytes"):
         folders.get(found, tmp_path / "b")
     assert not [p for p in (tmp_path / "b").rglob("*") if p.is_file() and p.name.endswith(".part")]
-    assert len(read_files(tmp_path / "b")) == 2
+    assert read_files(tmp_path / "b").items() <= read_files(tmp_path / "a").items()
+    assert len(read_files(tmp_path / "b")) < 3
     folders.put(tmp_path / "a", "x", {})  # a second push mends it
     folders.get(found, tmp_path / "b")
     assert read_files(tmp_path / "b") == read_files(tmp_path / "a")
