@@ -25,7 +25,7 @@ from ebft_core.vllm.state import ServerState, read_state, server_folder
 from ebft_core.vllm.sync import AdapterPublisher, Publisher
 
 CANARY_TOKENS = 64
-"""Length of the text that server and trainer both score after every sync."""
+"""Length of the text that the server continues after every sync, for the trainer to check."""
 
 
 @dataclass(frozen=True)
