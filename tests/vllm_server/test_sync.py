@@ -23,7 +23,6 @@ from ebft_core.vllm.client import ServerGone, VLLMClient
 from ebft_core.vllm.model_sync import ModelPublisher
 from ebft_core.vllm.state import ServerLost
 from ebft_core.vllm.sync import AdapterPublisher
-from tests.oracles.tiny_models import with_lora
 from tests.samplers.builders import request
 from tests.vllm_server.builders import (
     Kept,
@@ -34,8 +33,8 @@ from tests.vllm_server.builders import (
     stub_python,
     true_model,
 )
+from tests.vllm_server.policies import CANARY, make_policy, train, truth
 
-CANARY = [5, 80, 200, 7, 7, 31, 0, 99]
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 
 
@@ -64,26 +63,6 @@ def client(stub: tuple[str, Path]) -> Iterator[VLLMClient]:
 @pytest.fixture
 def faults(stub: tuple[str, Path]) -> Path:
     return stub[1]
-
-
-def make_policy(model: Path, *, seed: int = 0, rank: int = 4) -> Any:
-    return with_lora(AutoModelForCausalLM.from_pretrained(model), seed=seed, rank=rank)
-
-
-def train(policy: torch.nn.Module, seed: int) -> None:
-    """Change the adapters as an optimiser step would, only more."""
-    generator = torch.Generator().manual_seed(seed)
-    for name, parameter in policy.named_parameters():
-        if "lora_B" in name:
-            parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator)
-
-
-def truth(policy: Any, text: list[int] = CANARY) -> list[float]:
-    """The policy's log-probabilities of a text by the library's own forward pass."""
-    tokens = torch.tensor([text])
-    with torch.no_grad():
-        logprobs = policy(input_ids=tokens).logits[0, :-1].double().log_softmax(-1)
-    return logprobs.gather(-1, tokens[0, 1:, None])[:, 0].tolist()
 
 
 def publisher(
