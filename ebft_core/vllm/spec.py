@@ -33,6 +33,10 @@ _LOOK_SECONDS = 60.0
 _CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # vLLM's attention on a CPU
 
 
+_CPU_BATCHED_TOKENS = 4096
+"""Tokens of one pass of a server on the CPU, and more where a prompt may be longer."""
+
+
 @dataclass(frozen=True)
 class ServerSpec:
     """One server, decided but not started.
@@ -82,6 +86,10 @@ class ServerSpec:
             command += ["--enable-lora", "--max-lora-rank", str(self.max_lora_rank), "--max-loras", "2"]
         if self.gpus.server:
             command += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
+        else:
+            # A prompt cut into parts rolls a seeded request's generator back, which kills the engine on a CPU.
+            batched = max(_CPU_BATCHED_TOKENS, self.max_model_len)
+            command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batched)]
         if self.config.model.trust_remote_code:
             command += ["--trust-remote-code"]
         return command

@@ -62,7 +62,8 @@ def test_on_a_cpu_and_without_adapters(tmp_path: Path, monkeypatch: pytest.Monke
     spec = spec_of(tmp_path, lora=None, vllm={"cpu_kv_cache_gb": 3})
     command, environment = spec.command(1), spec.environment()
     assert not {"--enable-lora", "--max-lora-rank", "--gpu-memory-utilization"} & set(command)
-    assert "--enable-prefix-caching" in command
+    assert {"--enable-prefix-caching", "--no-enable-chunked-prefill"} <= set(command)
+    assert int(option(command, "--max-num-batched-tokens")) >= spec.max_model_len
     assert environment["VLLM_CPU_KVCACHE_SPACE"] == "3"
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in environment
