@@ -87,7 +87,7 @@ class ServerSpec:
         if self.gpus.server:
             command += ["--gpu-memory-utilization", str(vllm.gpu_memory_utilization)]
         else:
-            # A prompt cut into parts rolls a seeded request's generator back, which kills the engine on a CPU.
+            # A prompt cut into parts rolls a seeded generator back, which kills the engine on a CPU.
             batched = max(_CPU_BATCHED_TOKENS, self.max_model_len)
             command += ["--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batched)]
         if self.config.model.trust_remote_code:
