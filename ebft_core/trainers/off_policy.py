@@ -10,10 +10,9 @@ from torch import Tensor, nn
 from ebft_core.attention import Backend
 from ebft_core.blocks import Blocks
 from ebft_core.config import EBFTConfig, RolloutConfig
-from ebft_core.logprobs import packed_logprobs
 from ebft_core.losses import TokenTerms
-from ebft_core.model_parts import evaluation_mode
 from ebft_core.rows import RowBatch
+from ebft_core.trainers.step import scored_logprobs
 
 
 def off_policy_terms(
@@ -33,7 +32,7 @@ def off_policy_terms(
     """
     old_RANG = None
     if rollout.num_iterations > 1 or rollout.off_policy_mask_threshold is not None:
-        old_RANG = _logprobs_now(policy, batch, blocks, ebft, attention)
+        old_RANG = scored_logprobs(policy, batch, blocks, ebft, attention)
     kept_RAN = torch.ones_like(blocks.length_RAN, dtype=torch.bool)
     if ebft.mask_truncated_completions and blocks.truncated_RAN is not None:
         kept_RAN &= ~blocks.truncated_RAN
@@ -59,19 +58,3 @@ def mean_log_ratio(blocks: Blocks, logprob_RANG: Tensor) -> Tensor:
     actions = blocks.action_RANG.float()
     difference = (blocks.sampler_logprob_RANG - logprob_RANG) * actions
     return difference.sum(dim=-1) / actions.sum(dim=-1).clamp(min=1.0)
-
-
-def _logprobs_now(
-    policy: nn.Module, batch: RowBatch, blocks: Blocks, ebft: EBFTConfig, attention: Backend
-) -> Tensor:
-    with torch.no_grad(), evaluation_mode(policy):
-        return packed_logprobs(
-            policy,
-            batch.input_ids_RL,
-            batch.anchors_RA,
-            blocks.tokens_RANG,
-            temperature=ebft.temperature,
-            document_ids_RL=batch.document_ids_RL,
-            attention=attention,
-            blocks=blocks,
-        )

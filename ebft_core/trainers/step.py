@@ -192,15 +192,22 @@ def _reference_logprobs(
 ) -> Tensor:
     device = next(reference.parameters()).device
     there, moved = batch.to(device), blocks.to(device)
-    with torch.no_grad(), evaluation_mode(reference), adapters_disabled(reference):
-        logprob_RANG = packed_logprobs(
-            reference,
-            there.input_ids_RL,
-            there.anchors_RA,
-            moved.tokens_RANG,
+    with adapters_disabled(reference):
+        return scored_logprobs(reference, there, moved, config, attention).to(batch.input_ids_RL.device)
+
+
+def scored_logprobs(
+    model: nn.Module, batch: RowBatch, blocks: Blocks, config: EBFTConfig, attention: Backend
+) -> Tensor:
+    """A model's log-probabilities `logprob_RANG` of the blocks, without dropout and without gradient."""
+    with torch.no_grad(), evaluation_mode(model):
+        return packed_logprobs(
+            model,
+            batch.input_ids_RL,
+            batch.anchors_RA,
+            blocks.tokens_RANG,
             temperature=config.temperature,
-            document_ids_RL=there.document_ids_RL,
+            document_ids_RL=batch.document_ids_RL,
             attention=attention,
-            blocks=moved,
+            blocks=blocks,
         )
-    return logprob_RANG.to(batch.input_ids_RL.device)
