@@ -12,6 +12,7 @@ import typer
 
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
+from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
 
@@ -21,6 +22,7 @@ def run(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show the plan and estimates; start and write nothing.")
     ] = False,
+    json_logs: JsonLogsOption = False,
     overrides: SetOption = None,
 ) -> None:
     """Run the whole pipeline; the same command again resumes an interrupted run and skips what is done."""
@@ -34,7 +36,7 @@ def run(
 
         from flows.run_command import run_pipeline
 
-        raise SystemExit(int(run_pipeline(config, overrides or [], resolved)))
+        raise SystemExit(int(run_pipeline(config, overrides or [], resolved, json_logs=json_logs)))
 
 
 @app.command()

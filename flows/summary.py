@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from prefect.settings import PREFECT_API_URL
 from rich.console import Console
 
 from ebft_core.config import load_config
+from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import print_table
 from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
@@ -18,13 +22,30 @@ from tasks.report import read_evaluation
 from tasks.services import HOST, MLFLOW_PORT, PREFECT_PORT, noted_services
 
 
-def print_summary(run_dir: Path, console: Console, *, flow_run: str) -> None:
-    """Print the table base | tuned | difference, then paths and commands."""
+@dataclass(frozen=True)
+class RunSummary:
+    """A finished run: the comparison, if there is one, and where everything is (name -> path or address)."""
+
+    evaluation: Evaluation | None
+    places: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """For `--json-logs`."""
+        evaluation = None if self.evaluation is None else self.evaluation.to_json()
+        return {"evaluation": evaluation, "places": dict(self.places)}
+
+
+def summarise_run(run_dir: Path, *, flow_run: str) -> RunSummary:
+    """The summary of the run in `run_dir`; `flow_run` is Prefect's id of it."""
     plan = read_plan(run_dir)
-    evaluation = read_evaluation(plan)
-    if evaluation is not None:
-        print_table(evaluation, console)
-    for name, value in _places(plan, flow_run).items():
+    return RunSummary(read_evaluation(plan), _places(plan, flow_run))
+
+
+def print_summary(summary: RunSummary, console: Console) -> None:
+    """Print the table base | tuned | difference, then paths and commands."""
+    if summary.evaluation is not None:
+        print_table(summary.evaluation, console)
+    for name, value in summary.places.items():
         console.print(f"{name:<12} {value}", highlight=False, soft_wrap=True, markup=False)
 
 

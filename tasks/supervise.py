@@ -54,6 +54,7 @@ class StageRefused(UserError):  # noqa: N818
             str(payload.get("what", "bad input")),
             where=payload.get("where"),
             expected=payload.get("expected"),
+            hint=payload.get("hint"),
         )
 
     def render(self) -> str:
