@@ -10,7 +10,8 @@ from html import escape
 WIDTH, HEIGHT = 420, 210
 LEFT, RIGHT, TOP, BOTTOM = 52, 10, 12, 26
 _MANY = 40
-_PALETTE_SIZE = 4
+PALETTE_SIZE = 8
+"""Colours of lines: classes `s1` to `s8` of `report_style.html.j2`."""
 
 Series = Sequence[tuple[float, float]]
 
@@ -50,7 +51,7 @@ def line_chart(title: str, series: Mapping[str, Series]) -> str:
     y_scale = make_scale(min(ys), max(ys), HEIGHT - BOTTOM, TOP)
     parts = [_grid(x_scale, y_scale)]
     for index, points in enumerate(drawn.values()):
-        parts.append(_line(points, index % _PALETTE_SIZE + 1, x_scale, y_scale))
+        parts.append(_line(points, index % PALETTE_SIZE + 1, x_scale, y_scale))
     label = escape(f"{title}: {', '.join(drawn)}", quote=True)
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}">{"".join(parts)}</svg>'
 
