@@ -32,7 +32,7 @@ class Metric:
 
     label: str
     better: Literal["lower", "higher"] | None
-    per: Literal["token", "block"]
+    per: Literal["token", "block", "problem"]
     block_value: Callable[[BlockRecord], float] | None = None
     transform: Callable[[Floats], Floats] | None = None
     completions_only: bool = False
@@ -71,6 +71,23 @@ METRICS: Mapping[str, Metric] = {
         completions_only=True,
     ),
 }
+
+
+TASK_PREFIX = "tasks/"
+"""Begins the names of the metrics of `evaluate.tasks`: `tasks/<task>/<metric>`."""
+
+
+def metric_of(name: str) -> Metric:
+    """The metric of that name: one of `METRICS`, or one of a downstream task, of which more is better.
+
+    Raises:
+        KeyError: there is no such metric.
+    """
+    prefix, _, rest = name.partition("/")
+    if f"{prefix}/" != TASK_PREFIX:
+        return METRICS[name]
+    task, _, kind = rest.partition("/")
+    return Metric(f"{task}: {kind}", "higher", "problem")
 
 
 @dataclass(frozen=True)
