@@ -50,9 +50,12 @@ _READS: Mapping[str, tuple[str, ...]] = {
 """Stage -> the parts of the configuration it reads, in the order in which the stages run."""
 
 _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
-    "trainer": frozenset({"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes"})
+    "trainer": frozenset(
+        {"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every"}
+    )
 }
-_WHERE_NOT_WHAT = frozenset({"workspace", "storage"})
+_NOT_OF_THE_RUN = frozenset({"workspace", "storage", "compare", "sweep"})
+"""Sections that say where a run is, or what other runs stand beside it."""
 
 STAGES = tuple(_READS)
 
@@ -136,7 +139,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         stages.append(
             StagePlan(name, key, workspace / "stages" / name / key, workspace / "work" / name / key)
         )
-    config_digest = digest_json({k: v for k, v in document.items() if k not in _WHERE_NOT_WHAT})
+    config_digest = digest_json({k: v for k, v in document.items() if k not in _NOT_OF_THE_RUN})
     run_key = digest_json({"config": config_digest, "stages": [stage.key for stage in stages]})
     return RunPlan(
         name=config.name,

@@ -322,7 +322,7 @@ def test_stage_key_table_is_that_of_the_planner() -> None:
 
     rows = table_rows(page_text("pipeline.md"), "## Keys: what makes a stage run again")
     table = {row[0].strip("`"): {c for c in inline_code(row[1])} for row in rows}
-    unread = ("save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes")
+    unread = ("save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every")
     table["train"] -= {f"trainer.{key}" for key in unread}
     assert table == {stage: set(parts) for stage, parts in _READS.items()}
 

@@ -11,8 +11,11 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
+from ebft_core.config.compare_section import CompareConfig, SweepConfig
 from ebft_core.config.data_section import DataConfig
+from ebft_core.config.evaluate_section import EvaluateConfig
 from ebft_core.config.health_section import HealthConfig
+from ebft_core.config.promotion_section import PromotionConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
 from ebft_core.config.storage_section import StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
@@ -178,6 +181,8 @@ class TrainerConfig(Section):
     """Steps between checkpoints."""
     keep_checkpoints: PositiveInt = 2
     """Checkpoints kept on disk (the newest ones)."""
+    sample_every: PositiveInt | None = 10
+    """Steps between rollouts shown on the terminal and kept in the journal; null: none."""
     eval_every: PositiveInt | None = None
     """Steps between evaluations on held-out rows; unset: none during training."""
     eval_rows: PositiveInt = 16
@@ -208,25 +213,6 @@ class LoraConfig(Section):
     """Rank-stabilised scale."""
     use_dora: bool = False
     """Weight-decomposed adapters (DoRA)."""
-
-
-class EvaluateConfig(Section):
-    """The comparison of base and tuned model on held-out rows."""
-
-    max_rows: PositiveInt = 64
-    """Held-out rows evaluated."""
-    n_samples: PositiveInt = 4
-    """Samples per anchor in the evaluation."""
-    batch_rows: PositiveInt = 4
-    """Rows per forward pass."""
-    bootstrap_samples: PositiveInt = 2000
-    """Resamples of the paired bootstrap (over documents)."""
-    confidence: float = Field(default=0.95, gt=0.0, lt=1.0)
-    """Coverage of the reported intervals."""
-    sample_rollouts: NonNegativeInt = 8
-    """Rollouts shown beside the ground truth in the report."""
-    seed: Seed = 1234
-    """Seed of the evaluation's rollouts: the same for both models."""
 
 
 class PublishConfig(Section):
@@ -269,7 +255,10 @@ class RunConfig(Section):
     """Rewards of your own, added to the feature reward (structured mode)."""
     health: HealthConfig = HealthConfig()
     evaluate: EvaluateConfig = EvaluateConfig()
+    compare: CompareConfig = CompareConfig()
+    sweep: SweepConfig = SweepConfig()
     publish: PublishConfig = PublishConfig()
+    promotion: PromotionConfig = PromotionConfig()
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
 

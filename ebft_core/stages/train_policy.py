@@ -38,6 +38,7 @@ from ebft_core.trainers.arguments import count_steps, training_arguments
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.ebft import EBFTTrainer
 from ebft_core.trainers.ema import load_trainable
+from ebft_core.trainers.samples import RolloutSamples
 from ebft_core.trainers.schedule import RowSchedule
 from ebft_core.trainers.structured import StructuredTrainer
 
@@ -65,6 +66,7 @@ def run(context: StageContext) -> dict[str, Any]:
         "feature_model": feature_model,
         "evaluator": _evaluator(context, feature_model, tokenizer.pad_token_id),
         "events": context.events,
+        "samples": _samples(context, tokenizer),
         "stop": context.stop,
     }
     max_steps = count_steps(config.trainer, len(rows))
@@ -164,6 +166,11 @@ def _evaluator(context: StageContext, feature_model: nn.Module | None, pad_token
         pad_token_id=pad_token_id,
         stop_token_ids=read_stop_token_ids(context.inputs["tokenize"]) if structured else (),
     )
+
+
+def _samples(context: StageContext, tokenizer: Any) -> RolloutSamples | None:
+    every = context.config.trainer.sample_every
+    return None if every is None else RolloutSamples(context.events, tokenizer, every)
 
 
 def _save(policy: Any, base: BaseModelInfo, tokenizer: Any, output: Path, *, lora: bool) -> None:

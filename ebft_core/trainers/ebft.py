@@ -37,7 +37,8 @@ from ebft_core.trainers import checkpoints
 from ebft_core.trainers.ema import WeightAverage, load_trainable, trainable_state
 from ebft_core.trainers.health import HealthCallback
 from ebft_core.trainers.metrics import StepSums, peak_memory_mb
-from ebft_core.trainers.step import count_actions, count_labels, generate, score, token_terms
+from ebft_core.trainers.samples import RolloutSamples
+from ebft_core.trainers.step import ScoredRollout, count_actions, count_labels, generate, score, token_terms
 from ebft_core.trainers.update import BatchCounts, accumulate_gradients
 
 Row = Mapping[str, Any]
@@ -57,6 +58,7 @@ class EBFTTrainer(Trainer):
         feature_model: the frozen feature network; None: the policy with its adapters disabled.
         evaluator: called every `trainer.eval_every` steps; its metrics are logged with the prefix `eval/`.
         events: where metrics go.
+        samples: is shown the rollouts; None: nobody looks at them.
         stop: when it is requested, the trainer writes a checkpoint at the next step boundary and stops.
     """
 
@@ -72,6 +74,7 @@ class EBFTTrainer(Trainer):
         feature_model: nn.Module | None = None,
         evaluator: Evaluator | None = None,
         events: EventWriter | None = None,
+        samples: RolloutSamples | None = None,
         stop: StopSignal | None = None,
     ) -> None:
         super().__init__(
@@ -95,6 +98,7 @@ class EBFTTrainer(Trainer):
         self.feature_model = policy if feature_model is None else feature_model
         self.evaluator = evaluator
         self.events = events or EventWriter(None, "train")
+        self.samples = samples
         self.average = WeightAverage(policy, config.ebft.ema_decay) if config.ebft.ema_decay > 0 else None
         self._sums = StepSums()
         self._step_started = time.perf_counter()
@@ -141,6 +145,7 @@ class EBFTTrainer(Trainer):
             rolled_out = self._clock()
             scored = score(self.feature_model, batch, blocks, ebft, self.attention, **self.execution)
             sums.add_rollout(scored)
+            self.show(batch, scored)
             featured = self._clock()
             terms = token_terms(scored, batch, ebft, attention=self.attention, reference=self.feature_model)
         model.train()
@@ -163,6 +168,11 @@ class EBFTTrainer(Trainer):
         sums.update_seconds = self._clock() - featured
         self._sums += sums
         return torch.tensor(losses.loss, device=self.args.device)
+
+    def show(self, batch: RowBatch, scored: ScoredRollout) -> None:
+        """Let people see rollouts of the step that is going on."""
+        if self.samples is not None:
+            self.samples.look(self.state.global_step + 1, batch, scored)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Send the metrics of a finished step to the event stream."""
