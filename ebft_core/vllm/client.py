@@ -194,6 +194,22 @@ class VLLMClient:
         """Forget an adapter. Raises as `load_adapter`; an unknown name is refused."""
         self._adapter("unload", {"lora_name": name}, done="cannot be found")
 
+    def load_weights(self, folder: str) -> None:
+        """Replace the base model's weights by those in `folder`, on the server's machine, as it runs.
+
+        Requests under way are finished before; cached prefixes are forgotten.
+
+        Raises:
+            RequestRefused: the server does not offer this (status 404), or did not forget its prefixes.
+            ServerGone: no answer, or it failed on the way: which weights it has is then unknown.
+        """
+        self._request("POST", "/pause?mode=wait", None, None, None)
+        body = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        self._request("POST", "/collective_rpc", body, None, None)
+        if not self._json("/reset_prefix_cache", None).get("success"):
+            raise RequestRefused(200, "cached prefixes of the old weights are still in use")
+        self._request("POST", "/resume", None, None, None)
+
     def models(self, *, timeout: float | None = None, attempts: int | None = None) -> list[ServedModel]:
         """What the server serves: its base model and the adapters loaded now."""
         answer = _decoded(self._request("GET", "/v1/models", None, timeout, attempts))
@@ -238,7 +254,11 @@ class VLLMClient:
             raise
 
     def _json(
-        self, path: str, body: dict[str, Any], timeout: float | None = None, attempts: int | None = None
+        self,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float | None = None,
+        attempts: int | None = None,
     ) -> dict[str, Any]:
         return _decoded(self._request("POST", path, body, timeout, attempts))
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ebft_core.events import EventWriter
 from ebft_core.stop import StopSignal
+from ebft_core.vllm.client import RequestRefused, ServerGone
 from ebft_core.vllm.processes import GRACE_SECONDS, check_port, free_port, start_ticks
 from ebft_core.vllm.pulse import Pulse
 from ebft_core.vllm.server import PORT_TAKEN, Server, StartFailed, StartStopped
@@ -127,7 +128,7 @@ class Keeper:
         self._on_ready(self._state)
 
     def _watch(self) -> str | None:
-        """Why the server has to be restarted; None: because other weights are wanted, or to stop."""
+        """Why the server has to be restarted; None: other weights need it, or to stop."""
         server = self._server
         assert server is not None  # started before it is watched
         vllm = self._spec.config.vllm
@@ -139,7 +140,8 @@ class Keeper:
                 how = server.ended()
                 if how is not None:
                     return f"died: {how}"
-                if wanted_model(self._folder, self._state) is not None:
+                wanted = wanted_model(self._folder, self._state)
+                if wanted is not None and not self._take_as_it_runs(server, wanted):
                     return None
                 if time.monotonic() >= next_look:
                     stuck = pulse.stuck()
@@ -150,14 +152,28 @@ class Keeper:
             client.close()
         return None
 
+    def _take_as_it_runs(self, server: Server, wanted: ServerState) -> bool:
+        """Give the running server the wanted weights; False where it needs a restart for them."""
+        client = server.client(self._spec.config.vllm.startup_timeout)
+        try:
+            client.load_weights(str(wanted.model))
+        except (RequestRefused, ServerGone) as error:
+            self._say(f"vLLM server takes no weights while it runs: {error}")
+            return False
+        finally:
+            client.close()
+        self._spec = _with_weights(self._spec, wanted)
+        self._note(model=wanted.model, model_digest=wanted.model_digest)
+        return True
+
     def _restart(self, reason: str | None) -> None:
         """Start the server anew on its port, with the weights that are wanted now."""
         while not self._stop.requested:
             if reason is not None:
                 self._count_failure(reason)
             wanted = wanted_model(self._folder, self._state)
-            if wanted is not None and wanted.model is not None and wanted.model_digest is not None:
-                self._spec = replace(self._spec, model=Path(wanted.model), model_digest=wanted.model_digest)
+            if wanted is not None:
+                self._spec = _with_weights(self._spec, wanted)
                 self._say(f"vLLM server restarts with the weights in {wanted.model}")
             self._note(
                 phase="restarting",
@@ -195,6 +211,10 @@ class Keeper:
     def _say(self, text: str) -> None:
         logger.info("%s", text)
         self._events.message(text)
+
+
+def _with_weights(spec: ServerSpec, wanted: ServerState) -> ServerSpec:
+    return replace(spec, model=Path(str(wanted.model)), model_digest=str(wanted.model_digest))
 
 
 def _first_line(error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""Full fine-tuning: the server is restarted with the policy's weights, because there is no adapter to load.
+"""Full fine-tuning: there is no adapter to load, so the server gets all weights, from a folder.
 
-A restart takes tens of seconds, so `rollout.sync_interval` should be large; and nothing may be under way when
-it happens, or it would be written again with newer weights than it is marked with.
+The keeper gives them to the server as it runs, or restarts it where it offers no such thing. Nothing may be
+under way when this happens, or it would go on with newer weights than it is marked with.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class ModelPublisher:
         self._remove_all_but(None if state.model is None else Path(state.model))
 
     def publish(self, version: int) -> Publication:
-        """Save the model, restart the server with it and check it. Nothing may be under way.
+        """Save the model, have the server take it and check it. Nothing may be under way.
 
         Raises:
             ServerLost: the server does not come back.
@@ -94,7 +94,7 @@ class ModelPublisher:
         digest = digest_model_folder(target)
         want_model(self._server_folder, target, digest)
         wait_ready(self._server_folder, timeout=self._timeout, serving=digest)
-        self._watch.wait_until_healthy()  # takes note of the new generation, which is no accident
+        self._watch.wait_until_healthy()  # takes note of a new generation, which is no accident
         difference = self._canary.check(self._client, self._client.model_name, self._policy)
         self._version = version
         self._remove_all_but(target)

@@ -106,6 +106,10 @@ class ServerSpec:
         }
         if self.max_lora_rank is not None:
             own["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+        else:
+            own["VLLM_SERVER_DEV_MODE"] = (
+                "1"  # the endpoints that replace all weights; it listens on loopback
+            )
         if not self.gpus.server:
             own["VLLM_CPU_KVCACHE_SPACE"] = str(self.config.vllm.cpu_kv_cache_gb)
         return {**kept, **own}

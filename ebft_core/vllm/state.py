@@ -138,7 +138,7 @@ def wait_ready(
 
 
 def want_model(folder: Path, model: Path, digest: str) -> None:
-    """Ask the keeper to restart the server with other weights (full fine-tuning has no adapters to load)."""
+    """Ask the keeper to serve other weights (full fine-tuning has no adapters to load)."""
     write_json_atomic(folder / WANTED, {"model": str(model), "digest": digest})
 
 

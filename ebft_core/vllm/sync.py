@@ -53,7 +53,7 @@ class Publication:
 
 
 class Publisher(Protocol):
-    """Brings weights to the server: by adapters, or (full fine-tuning) by a restart."""
+    """Brings weights to the server: as adapters, or (full fine-tuning) all of them."""
 
     def publish(self, version: int) -> Publication:
         """Make the policy's present weights available as `version`."""

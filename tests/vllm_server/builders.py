@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import threading
@@ -18,6 +20,7 @@ import pytest
 
 from ebft_core.config import RunConfig, parse_config
 from ebft_core.events import EventWriter
+from ebft_core.samplers.vllm import connect
 from ebft_core.stop import StopSignal
 from ebft_core.vllm.client import VLLMClient
 from ebft_core.vllm.keeper import Keeper
@@ -140,6 +143,15 @@ class Kept:
         state = self.state()
         return VLLMClient(state.url, state.model_name, **{"timeout": 10.0, "attempts": 1, **options})
 
+    def connect(self) -> VLLMClient:
+        """A client as a run makes it."""
+        state = self.state()
+        return connect(state.url, state.model_name, self.spec.config)
+
+    def kill(self) -> None:
+        """Kill the server, not its keeper."""
+        os.kill(int(self.state().server_pid or 0), signal.SIGKILL)
+
     def end(self) -> None:
         self.stop.request("the test is over")
         self.thread.join(30.0)
@@ -219,9 +231,6 @@ def running_stub(
 
 
 def end_group_of(process: subprocess.Popen[bytes]) -> None:
-    import os
-    import signal
-
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 

@@ -88,6 +88,7 @@ class Engine:
         self.name = options.served_model_name
         self.adapters: dict[str, str] = {}
         self.sampled = self.prompted = 0
+        self.paused = False
         self._one_at_a_time = threading.Lock()
 
     def models(self) -> dict[str, Any]:
@@ -125,6 +126,21 @@ class Engine:
             self.model.unload(name)
             del self.adapters[name]
         return f"Success: LoRA adapter '{name}' removed successfully."
+
+    def dev(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == "/pause?mode=wait":
+            self.paused = True
+        elif path == "/collective_rpc":
+            assert self.paused
+            assert body["method"] == "reload_weights"
+            self.model = TrueModel(body["kwargs"]["weights_path"], self.options.dtype)
+        elif path == "/reset_prefix_cache":
+            return {"success": True}
+        elif path == "/resume":
+            self.paused = False
+        else:
+            raise Refused(404, "Not Found")
+        return {}
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
         prompt, name = body["prompt"], body["model"]
@@ -225,6 +241,8 @@ class Handler(BaseHTTPRequestHandler):
                 return engine.load(body)
             if self.path == "/v1/unload_lora_adapter":
                 return engine.unload(body)
+        if os.environ.get("VLLM_SERVER_DEV_MODE") == "1":
+            return engine.dev(self.path, body)
         raise Refused(404, "Not Found")
 
     def _send(self, status: int, content: Any, kind: str | None = None) -> None:

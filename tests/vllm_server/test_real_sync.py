@@ -15,7 +15,9 @@ from transformers import AutoModelForCausalLM
 from ebft_core.samplers.distribution import sampling_logprobs
 from ebft_core.samplers.prompts import Sample
 from ebft_core.samplers.vllm import VLLMSampler, connect
+from ebft_core.vllm.model_sync import ModelPublisher
 from ebft_core.vllm.sync import AdapterPublisher
+from tests.data.builders import byte_tokenizer
 from tests.oracles.tiny_models import with_lora
 from tests.samplers.builders import request
 from tests.vllm_server.builders import REAL_PYTHON, REAL_SERVER, Kept, kept, served_config, true_model
@@ -94,3 +96,28 @@ def test_versions_turns_truncation_and_a_restart(server: tuple[Kept, Any], tmp_p
         [s and s.token_ids for s in group.samples] for group in groups
     ]
     published.close()
+
+
+def test_all_weights_go_to_the_server_as_it_runs(tmp_path: Path) -> None:
+    model, _ = true_model(tmp_path)
+    config = served_config(
+        REAL_PYTHON,
+        vllm={"startup_timeout": 240.0, "hang_timeout": 20.0, "dtype": "float32", "enforce_eager": True},
+        lora=None,
+    )
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    with kept(tmp_path, config=config, model=model) as holder:
+        process = holder.ready(seconds=240.0).server_pid
+        published = ModelPublisher(
+            holder.connect(), tmp_path / "models", policy, byte_tokenizer(), CANARY, config,
+            server_folder=holder.folder,
+        )  # fmt: skip
+        for version in (1, 2):  # the second one is taken from another folder than the first
+            with torch.no_grad():
+                for parameter in policy.parameters():
+                    parameter.mul_(1.2)
+            assert published.publish(version).canary < 1e-3
+        assert holder.state().server_pid == process
+        holder.kill()
+        published.recover()
+        assert published.publish(3).canary < 1e-3

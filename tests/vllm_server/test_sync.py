@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,9 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
-from ebft_core.samplers.vllm import VLLMSampler, connect
+from ebft_core.samplers.vllm import VLLMSampler
 from ebft_core.vllm.client import ServerGone, VLLMClient
-from ebft_core.vllm.model_sync import ModelPublisher
 from ebft_core.vllm.state import ServerLost
 from ebft_core.vllm.sync import AdapterPublisher
 from tests.samplers.builders import request
@@ -271,14 +268,6 @@ def holder(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Ke
         yield holder
 
 
-def kill(holder: Kept) -> None:
-    os.kill(int(holder.state().server_pid or 0), signal.SIGKILL)
-
-
-def connected(holder: Kept) -> VLLMClient:
-    return connect(holder.state().url, holder.state().model_name, holder.spec.config)
-
-
 def later(seconds: float, action: Callable[[], None]) -> threading.Thread:
     thread = threading.Timer(seconds, action)
     thread.start()
@@ -287,18 +276,18 @@ def later(seconds: float, action: Callable[[], None]) -> threading.Thread:
 
 @pytest.mark.slow
 def test_a_restarted_server_gets_its_adapters_back(holder: Kept, model: Path, tmp_path: Path) -> None:
-    client, policy = connected(holder), make_policy(model)
+    client, policy = holder.connect(), make_policy(model)
     published = publisher(client, tmp_path, policy, holder.spec.config, server_folder=holder.folder)
     published.publish(6)
     generation = holder.state().generation
-    kill(holder)
+    holder.kill()
     published.recover()
     assert holder.state().generation == generation + 1
     assert published.restarts == 1
     assert client.score(CANARY, published.name_of(6)) == pytest.approx(truth(policy), abs=1e-4)
     published.recover()
     assert published.restarts == 1
-    kill(holder)  # and a publication rides over a restart, too
+    holder.kill()  # and a publication rides over a restart, too
     train(policy, 1)
     assert published.publish(7).canary < 1e-4
     assert published.restarts == 2
@@ -309,7 +298,7 @@ def test_a_restarted_server_gets_its_adapters_back(holder: Kept, model: Path, tm
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["killed", "hung"])
 def test_a_rollout_rides_over_a_restart(holder: Kept, model: Path, tmp_path: Path, how: str) -> None:
-    client, policy = connected(holder), make_policy(model)
+    client, policy = holder.connect(), make_policy(model)
     config = holder.spec.config
     published = publisher(client, tmp_path, policy, config, server_folder=holder.folder)
     published.publish(2)
@@ -321,7 +310,7 @@ def test_a_rollout_rides_over_a_restart(holder: Kept, model: Path, tmp_path: Pat
     def strike() -> None:
         if how == "killed":
             inject(holder.faults)
-            kill(holder)
+            holder.kill()
         else:
             inject(holder.faults, hang_engine=True)
             holder.until(lambda state: state.phase == "restarting", 30.0)
@@ -336,42 +325,6 @@ def test_a_rollout_rides_over_a_restart(holder: Kept, model: Path, tmp_path: Pat
     ]
     assert sorted(group.row_id for group in seen) == list(range(5))
     published.close()
-
-
-@pytest.mark.slow
-def test_full_weights_go_by_a_restart(holder: Kept, model: Path, tmp_path: Path) -> None:
-    from tests.data.builders import byte_tokenizer
-
-    client, policy = connected(holder), AutoModelForCausalLM.from_pretrained(model)
-    published = ModelPublisher(
-        client, tmp_path / "models", policy, byte_tokenizer(), CANARY, holder.spec.config,
-        server_folder=holder.folder,
-    )  # fmt: skip
-    with torch.no_grad():
-        policy.model.norm.weight.mul_(1.5)
-    assert published.publish(5).canary < 1e-4
-    assert client.score(CANARY) == pytest.approx(truth(policy), abs=1e-4)
-    assert published.name_of(5) == holder.state().model_name
-    assert published.restarts == 0  # this one was asked for
-    with pytest.raises(ValueError, match="version 4 is not served; 5 is"):
-        published.name_of(4)
-    kill(holder)
-    published.recover()
-    assert published.restarts == 1
-    assert client.score(CANARY) == pytest.approx(truth(policy), abs=1e-4)
-    (only,) = (tmp_path / "models").iterdir()
-    assert holder.state().model == str(only)
-    published.close()
-
-
-def test_full_weights_cannot_go_to_a_server_of_the_users(
-    client: VLLMClient, model: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(UserError, match="cannot be given all weights"):
-        ModelPublisher(
-            client, tmp_path / "models", make_policy(model), None, CANARY, served_config(),
-            server_folder=tmp_path,
-        )  # fmt: skip
 
 
 def test_the_adapter_of_the_files_is_the_policy(client: VLLMClient, model: Path, tmp_path: Path) -> None:
