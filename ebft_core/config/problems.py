@@ -16,6 +16,9 @@ from ebft_core.errors import UserError
 
 NO_ORIGIN = "<dict>"
 
+_KIND_OF_SECTION = ("union_tag_invalid", "union_tag_not_found")
+"""Complaints about the key that says which kind of section this is."""
+
 
 @dataclass(frozen=True)
 class Source:
@@ -74,6 +77,8 @@ def _real_path(detail: ErrorDetails, data: Mapping[str, Any]) -> KeyPath:
             value = value[part]
         elif detail["type"] == "missing" and position == len(location) - 1:
             path.append(part)
+    if detail["type"] in _KIND_OF_SECTION:
+        path.append(detail["ctx"]["discriminator"].strip("'"))
     return tuple(path)
 
 
@@ -85,7 +90,7 @@ def _holds(value: Any, part: str | int) -> bool:
 
 def _error(detail: ErrorDetails, path: KeyPath, source: Source) -> UserError:
     kind = detail["type"]
-    if kind == "missing":
+    if kind in ("missing", "union_tag_not_found"):
         return _missing(path, source)
     value = source.value_at(path)
     if kind == "extra_forbidden":
@@ -103,7 +108,7 @@ def _error(detail: ErrorDetails, path: KeyPath, source: Source) -> UserError:
 
 def _what(kind: str, message: str, path: KeyPath) -> str:
     name = dotted(path)
-    if kind == "literal_error":
+    if kind in ("literal_error", "union_tag_invalid"):
         return f"`{name}` does not take this value"
     if kind.startswith(("greater_than", "less_than")) or kind == "finite_number":
         return f"`{name}` is out of range"

@@ -47,12 +47,23 @@ def resolve(node: Node) -> Node:
     return {**target, **{key: value for key, value in node.items() if key != "$ref"}}
 
 
+def options(node: Node) -> list[Node]:
+    """The members of a union, resolved; a node that is none is its only member."""
+    return [resolve(option) for option in node.get("anyOf", node.get("oneOf", [node]))]
+
+
 def section_of(node: Node) -> Node | None:
     """The section a node stands for, also behind `null or section`; None for plain values."""
-    for option in map(resolve, node.get("anyOf", [node])):
-        if option.get("type") == "object" and option.get("additionalProperties") is False:
-            return option
-    return None
+    return next(iter(_sections_of(node)), None)
+
+
+def _sections_of(node: Node) -> list[Node]:
+    """The sections a node may stand for: several where a key of theirs, such as `type`, says which."""
+    return [
+        option
+        for option in options(node)
+        if option.get("type") == "object" and option.get("additionalProperties") is False
+    ]
 
 
 def node_at(path: KeyPath) -> Node | None:
@@ -67,7 +78,9 @@ def node_at(path: KeyPath) -> Node | None:
 
 
 def _child(node: Node, part: str | int) -> Node | None:
-    for option in map(resolve, node.get("anyOf", [node])):
+    if "discriminator" in node and part == node["discriminator"]["propertyName"]:
+        return {"type": "string", "enum": list(node["discriminator"]["mapping"])}
+    for option in options(node):
         if isinstance(part, int) and "items" in option:
             return option["items"]
         if isinstance(part, str) and part in option.get("properties", {}):
@@ -80,8 +93,8 @@ def _child(node: Node, part: str | int) -> Node | None:
 def keys_at(path: KeyPath) -> list[str]:
     """The keys that the section at `path` takes."""
     node = node_at(path)
-    section = None if node is None else section_of(node)
-    return [] if section is None else list(section.get("properties", {}))
+    found = [] if node is None else _sections_of(node)
+    return list(dict.fromkeys(name for section in found for name in section.get("properties", {})))
 
 
 def sections() -> Iterator[tuple[str, Node]]:
@@ -94,10 +107,13 @@ def _walk(path: str, node: Node) -> Iterator[tuple[str, Node]]:
     for name, child in node.get("properties", {}).items():
         resolved = resolve(child)
         is_list = resolved.get("type") == "array"
-        section = section_of(resolve(resolved["items"]) if is_list else resolved)
-        if section is not None:
-            dotted = f"{path}.{name}" if path else name
-            yield from _walk(f"{dotted}[]" if is_list else dotted, section)
+        dotted = f"{path}.{name}" if path else name
+        below = resolve(resolved["items"]) if is_list else resolved
+        kinds = below.get("discriminator", {}).get("mapping")
+        for kind in kinds or [""]:
+            section = section_of(below if kinds is None else resolve({"$ref": kinds[kind]}))
+            if section is not None:
+                yield from _walk(f"{dotted}[{kind}]" if is_list else dotted, section)
 
 
 @cache
@@ -113,8 +129,10 @@ def leaf_paths() -> dict[str, list[str]]:
 def describe(node: Node) -> str:
     """What a field accepts, in words: `integer ≥ 1`, `one of: rloo, group_norm`, `list of text or null`."""
     node = resolve(node)
-    if "anyOf" in node:
-        return " or ".join(dict.fromkeys(describe(option) for option in node["anyOf"]))
+    if "anyOf" in node or "oneOf" in node:
+        return " or ".join(dict.fromkeys(describe(option) for option in options(node)))
+    if "const" in node:
+        return f"`{node['const']}`"
     if "enum" in node:
         return "one of: " + ", ".join(str(value) for value in node["enum"])
     if node["type"] in ("object", "array"):
