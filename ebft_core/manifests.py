@@ -64,7 +64,16 @@ def digest_files(paths: Iterable[Path], *, root: Path | None = None) -> str:
         paths: the files.
         root: names are relative to this folder; without it only the last part of each path counts.
     """
-    entries = [(str(p.relative_to(root).as_posix()) if root else p.name, sha256_file(p)) for p in paths]
+    return digest_entries((p.relative_to(root).as_posix() if root else p.name, sha256_file(p)) for p in paths)
+
+
+def digest_folder(folder: Path) -> str:
+    """`digest_files` of every file below `folder`."""
+    return digest_files((path for path in folder.rglob("*") if path.is_file()), root=folder)
+
+
+def digest_entries(entries: Iterable[tuple[str, str]]) -> str:
+    """Hex sha256 over (name, hex sha256 of the content) of files, whatever their order."""
     return digest_json(sorted(entries))
 
 

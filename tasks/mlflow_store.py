@@ -57,8 +57,7 @@ class MlflowStore:
     """
 
     def __init__(self, uri: str, plan: RunPlan, config: RunConfig) -> None:
-        for name, value in _QUICK_FAILURE.items():
-            os.environ.setdefault(name, value)  # a dead server must not hold a thread for minutes
+        fail_quickly()
         self.uri = uri
         self.plan = plan
         self.config = config
@@ -185,6 +184,12 @@ class MlflowStore:
         if commit is not None:
             tags["mlflow.source.git.commit"] = commit
         return {**tags, **{str(k): str(v) for k, v in redact(dict(self.config.tracking.tags)).items()}}
+
+
+def fail_quickly() -> None:
+    """A dead server must not hold a thread for minutes; settings of the user win."""
+    for name, value in _QUICK_FAILURE.items():
+        os.environ.setdefault(name, value)
 
 
 def lineage(plan: RunPlan) -> dict[str, str]:

@@ -11,12 +11,20 @@ from prefect.logging import get_run_logger
 
 from ebft_core.base_model import read_base
 from ebft_core.config import RunConfig, load_config
-from ebft_core.manifests import StageRef, commit_folder, read_meta, verify_folder, write_json_atomic
+from ebft_core.manifests import (
+    StageRef,
+    commit_folder,
+    digest_folder,
+    read_meta,
+    verify_folder,
+    write_json_atomic,
+)
 from ebft_core.runs import RunPlan, StagePlan, read_plan
 from ebft_core.stage_runner import record_stage
 from tasks.observe import notify
-from tasks.stage_task import TransientError, artifact_key, check_inputs, publish_summary, stage_task
+from tasks.stage_task import artifact_key, check_inputs, publish_summary, stage_task
 from tasks.tracking import wait_for_run_id
+from tasks.transient import TransientError
 
 STAGE_KEY = "ebft.stage_key"
 _WAIT_SECONDS = 120.0
@@ -64,6 +72,7 @@ def _register(
     from mlflow.exceptions import MlflowException
 
     from tasks.mlflow_store import MlflowStore, lineage
+    from tasks.registry import MODEL_DIGEST
 
     name = config.publish.registered_model_name or config.name
     store = MlflowStore(uri, plan, config)
@@ -82,7 +91,7 @@ def _register(
                     STAGE_KEY: stage.key,
                     "ebft.run_key": plan.run_key,
                     "ebft.base_digest": base.digest,
-                    "ebft.model_digest": model.sha256,
+                    MODEL_DIGEST: digest_folder(model.path / "model"),
                 }
                 source = store.log_folder(run_id, model.path / "model", "model")
                 version = store.client.create_model_version(name, source, run_id=run_id, tags=tags)

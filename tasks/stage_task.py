@@ -23,6 +23,7 @@ from ebft_core.runs import RunPlan, read_plan
 from ebft_core.stage_runner import record_stage
 from tasks.observe import forward, notify
 from tasks.supervise import StageFailed, StagePreempted, stage_command, supervise
+from tasks.transient import TransientError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -30,10 +31,6 @@ R = TypeVar("R")
 RETRIES = 2
 RETRY_DELAYS = [1.0, 10.0]
 _PROGRESS_EVERY_SECONDS = 2.0
-
-
-class TransientError(Exception):
-    """Something outside was away for a moment; the task is worth a retry."""
 
 
 def is_transient(task_: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:

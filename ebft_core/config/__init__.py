@@ -5,10 +5,11 @@ turns every mistake into a `UserError`; `legacy.py` names our key for the names 
 """
 
 from ebft_core.config.data_section import DataConfig, SourceConfig
+from ebft_core.config.evaluate_section import EvaluateConfig
 from ebft_core.config.loading import load_config, parse_config
+from ebft_core.config.promotion_section import PromotionConfig
 from ebft_core.config.schema import (
     EBFTConfig,
-    EvaluateConfig,
     FromScratchConfig,
     LoraConfig,
     ModelConfig,
@@ -28,6 +29,7 @@ __all__ = [
     "LoraConfig",
     "ModelConfig",
     "OwnRewardConfig",
+    "PromotionConfig",
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",

@@ -9,8 +9,10 @@ import re
 from collections.abc import Callable, Iterator
 
 from ebft_core.config.problem import Problem
+from ebft_core.config.promotion_rules import PROMOTION_RULES
 from ebft_core.config.schema import FromScratchConfig, RunConfig
 from ebft_core.config.structured_rules import STRUCTURED_RULES
+from ebft_core.config.tasks_rules import TASKS_RULES
 
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
@@ -345,5 +347,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _schedule,
     _lora,
     _places,
+    *PROMOTION_RULES,
     *STRUCTURED_RULES,
+    *TASKS_RULES,
 )

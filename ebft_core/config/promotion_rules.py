@@ -1,0 +1,42 @@
+"""Rules of the section `promotion`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ebft_core.config.problem import Problem
+from ebft_core.config.schema import RunConfig
+from ebft_core.evaluation.metrics import METRICS
+
+DIRECTED = tuple(name for name, metric in METRICS.items() if metric.better is not None)
+
+
+def _metrics(config: RunConfig) -> Iterator[Problem]:
+    promotion = config.promotion
+    asked = {
+        "promotion.metric": promotion.metric,
+        "compare.metric": config.compare.metric,
+        "sweep.metric": config.sweep.metric,
+    }
+    asked |= {f"promotion.guards.{name}": name for name in promotion.guards}
+    for key, name in asked.items():
+        if name not in DIRECTED:
+            yield Problem(
+                (key,),
+                "no metric of the evaluation that can be better or worse",
+                name,
+                ", ".join(DIRECTED),
+            )
+
+
+def _aliases(config: RunConfig) -> Iterator[Problem]:
+    if config.publish.alias == config.promotion.champion_alias:
+        yield Problem(
+            ("publish.alias", "promotion.champion_alias"),
+            "publishing would make every model the champion, before the gate has judged it",
+            config.publish.alias,
+            "two different aliases",
+        )
+
+
+PROMOTION_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_metrics, _aliases)
