@@ -37,7 +37,7 @@ def doctor(config: RunConfig | None, *, as_json: bool) -> int:
 
 def all_checks(config: RunConfig | None) -> Iterator[Check]:
     """The checks of the machine, and those of the run file if there is one."""
-    name = _DEFAULT_WORKSPACE if config is None else config.workspace
+    name = _DEFAULT_WORKSPACE if config is None else config.local_workspace
     workspace = (Path.cwd() / Path(name).expanduser()).resolve()
     yield from check_versions()
     yield from check_device(TrainerConfig() if config is None else config.trainer)

@@ -1,13 +1,15 @@
-"""What a person sees while `ebft run` runs: bars on a terminal, plain lines in a file or in CI."""
+"""What a person sees on a terminal while a run goes on: bars, vitals of the training, its last rollouts."""
 
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
+from rich.live import Live
+from rich.panel import Panel
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -18,9 +20,15 @@ from rich.progress import (
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Table
+from rich.text import Text
 
-_PLAIN_EVERY_SECONDS = 5.0
-_SHOWN_METRICS = {"ebft/cfm": "cfm", "ebft/alignment": "alignment", "ebft/ce_loss": "ce"}
+from flows.plain_view import PlainView, metrics_text
+from flows.vitals import Reading, Vitals
+
+_WIDE, _HIGH = 110, 36
+"""Columns from which on rollouts stand beside the vitals, and lines from which on they stand below."""
+_SHOWN_CHARACTERS, _SHOWN_LINES = 160, 3
 
 
 class View(Protocol):
@@ -48,38 +56,43 @@ def open_view(console: Console) -> Iterator[View]:
         TimeRemainingColumn(compact=True),
         TextColumn("{task.fields[note]}", style="dim"),
         console=console,
+        speed_estimate_period=600.0,  # a step may take minutes
     )
-    with progress:
-        yield BarView(progress)
+    view = LiveView(progress)
+    with Live(view, console=console, refresh_per_second=4, transient=False):
+        yield view
 
 
-class BarView:
-    """One bar per stage."""
+class LiveView:
+    """One bar per stage; under them the vitals of the stage that trains, and what it wrote last."""
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._bars: dict[str, TaskID] = {}
+        self._vitals: defaultdict[str, Vitals] = defaultdict(Vitals)
+        self._training: str | None = None
+        self._samples: tuple[int, list[Mapping[str, Any]]] | None = None
 
     def __call__(self, stage: str, event: Mapping[str, Any]) -> None:
         """Show one event."""
         bar = self._bar(stage)
         kind = event["kind"]
-        if kind == "metrics":
-            self._progress.update(
-                bar, completed=event["step"], total=event["total"], note=metrics_text(event)
-            )
+        if kind == "started":
+            self._start(stage, bar)
+        elif kind == "metrics":
+            self._note_metrics(stage, bar, event)
+        elif kind == "samples":
+            self._samples = event["step"], event["rows"]
         elif kind == "progress":
             self._progress.update(bar, completed=event["done"], total=event["total"], note=event["phase"])
         elif kind == "phase":
             self._progress.update(bar, note=event["phase"])
         elif kind in ("message", "failed"):
-            self._progress.console.print(f"[dim]{stage}:[/dim] {event['text']}", highlight=False)
+            self._print("dim", f"{stage}:", event["text"])
         elif kind == "warning":
-            self._progress.console.print(
-                f"[yellow]{stage}: warning:[/yellow] {event['text']}", highlight=False
-            )
+            self._print("yellow", f"{stage}: warning:", event["text"])
         elif kind in ("done", "skipped"):
-            self._finish(bar, "done already" if kind == "skipped" else None)
+            self._finish(stage, bar, "done already" if kind == "skipped" else None)
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[None]:
@@ -90,62 +103,108 @@ class BarView:
         finally:
             self._progress.remove_task(bar)
 
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        """The whole view as it stands now."""
+        parts: list[Any] = [self._progress]
+        if self._training is not None:
+            vitals = self._vitals[self._training]
+            pace = Text("  ".join(vitals.pace()))
+            panel = Panel(
+                Group(pace, vitals_table(vitals)), title=self._training, subtitle=vitals.shares() or None
+            )
+            parts.append(self._with_samples(panel, options))
+        yield Group(*parts)
+
+    def _with_samples(self, panel: Panel, options: ConsoleOptions) -> RenderableType:
+        """The rollouts beside the panel or below it; on a small terminal the panel alone."""
+        if self._samples is None:
+            return panel
+        samples = samples_panel(*self._samples)
+        if options.max_width >= _WIDE:
+            return side_by_side(panel, samples)
+        return Group(panel, samples) if options.size.height >= _HIGH else panel
+
+    def _start(self, stage: str, bar: TaskID) -> None:
+        """A stage may run again: in the next run of a sweep, or after a fault."""
+        self._vitals.pop(stage, None)
+        self._progress.reset(bar, note="")
+
+    def _note_metrics(self, stage: str, bar: TaskID, event: Mapping[str, Any]) -> None:
+        vitals = self._vitals[stage]
+        vitals.feed(event)
+        if any(vitals.readings()):
+            self._training = stage
+        note = "" if self._training == stage else metrics_text(event)
+        if event["total"] is not None:  # an evaluation between two steps counts nothing
+            self._progress.update(bar, completed=event["step"], total=event["total"], note=note)
+
     def _bar(self, stage: str) -> TaskID:
         if stage not in self._bars:
             self._bars[stage] = self._progress.add_task(stage, total=None, note="")
         return self._bars[stage]
 
-    def _finish(self, bar: TaskID, note: str | None) -> None:
+    def _finish(self, stage: str, bar: TaskID, note: str | None) -> None:
+        if self._training == stage:
+            self._training = self._samples = None
         total = next((t.total for t in self._progress.tasks if t.id == bar), None) or 1
         self._progress.update(bar, total=total, completed=total)
         if note is not None:
             self._progress.update(bar, note=note)
 
-
-class PlainView:
-    """One line per event, at most one every few seconds while a stage counts."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._last = 0.0
-
-    def __call__(self, stage: str, event: Mapping[str, Any]) -> None:
-        """Show one event."""
-        kind = event["kind"]
-        if kind == "metrics":
-            self._count(stage, event["step"], event["total"], metrics_text(event))
-        elif kind == "progress":
-            self._count(stage, event["done"], event["total"], f"{event['unit']} {event['phase']}")
-        elif kind == "phase":
-            self._line(f"{stage}: {event['phase']}")
-        elif kind in ("message", "failed"):
-            self._line(f"{stage}: {event['text']}")
-        elif kind == "warning":
-            self._line(f"{stage}: warning: {event['text']}")
-        elif kind in ("started", "done"):
-            self._line(f"{stage}: {kind}")
-        elif kind == "skipped":
-            self._line(f"{stage}: done already")
-
-    @contextlib.contextmanager
-    def waiting(self, what: str) -> Iterator[None]:
-        """Say it once."""
-        self._line(what)
-        yield
-
-    def _count(self, stage: str, done: int, total: int | None, text: str) -> None:
-        if time.monotonic() - self._last >= _PLAIN_EVERY_SECONDS or done == total:
-            self._last = time.monotonic()
-            self._line(f"{stage}: {done}/{total if total is not None else '?'} {text}")
-
-    def _line(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+    def _print(self, style: str, who: str, text: str) -> None:
+        self._progress.console.print(Text.assemble((who, style), " ", text), soft_wrap=True)
 
 
-def metrics_text(event: Mapping[str, Any]) -> str:
-    """The few metrics that fit on a line; the loss where the usual ones are absent."""
-    values = {name: float(value) for name, value in event["values"].items()}
-    shown = [f"{label} {values[name]:.3f}" for name, label in _SHOWN_METRICS.items() if name in values]
-    if not shown:
-        shown = [f"{name} {value:.3f}" for name, value in values.items() if "loss" in name][:1]
-    return "  ".join(shown)
+def vitals_table(vitals: Vitals) -> Table:
+    """Value, arrow and healthy range of each. Green and red: better and worse; yellow: out of range."""
+    table = Table.grid(padding=(0, 2))
+    for reading in vitals.readings():
+        style = "yellow" if reading.inside is False else ""
+        table.add_row(
+            reading.vital.label, Text(f"{reading.value:.4g}", style=style), _arrow(reading), _range(reading)
+        )
+    return table
+
+
+def samples_panel(step: int, rows: Sequence[Mapping[str, Any]]) -> Panel:
+    """What stood before, what really follows, and the rollouts with their rewards."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    table.add_row("before", Text(_tail(rows[0]["context"]), style="dim"))
+    table.add_row("truth", Text(_head(rows[0]["ground_truth"])))
+    for row in rows:
+        table.add_row(f"{row['reward']:+.3f}", Text(_head(row["sample"]), style="cyan"))
+    return Panel(table, title=f"rollouts of step {step}, with their rewards")
+
+
+def side_by_side(left: Panel, right: Panel) -> Table:
+    """Two panels in a row; the right one gets what the left one leaves."""
+    grid = Table.grid(expand=True)
+    grid.add_column()
+    grid.add_column(ratio=1)
+    grid.add_row(left, right)
+    return grid
+
+
+def _arrow(reading: Reading) -> Text:
+    style = {True: "green", False: "red", None: "dim"}[reading.improves]
+    return Text(reading.arrow, style=style)
+
+
+def _range(reading: Reading) -> Text:
+    healthy, better = reading.vital.healthy, reading.vital.better
+    parts = [] if healthy is None else [f"healthy {healthy[0]:g} to {healthy[1]:g}"]
+    if better is not None:
+        parts.append("rising" if better == "higher" else "falling")
+    return Text(", ".join(parts), style="dim")
+
+
+def _head(text: str) -> str:
+    short = "\n".join(text[:_SHOWN_CHARACTERS].splitlines()[:_SHOWN_LINES])
+    return short if len(short) >= len(text.rstrip()) else f"{short}…"
+
+
+def _tail(text: str) -> str:
+    short = "\n".join(text[-_SHOWN_CHARACTERS:].splitlines()[-_SHOWN_LINES:])
+    return short if len(short) >= len(text.rstrip()) else f"…{short}"
