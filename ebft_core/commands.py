@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 from ebft_core.config import RunConfig, load_config
 from ebft_core.errors import ExitCode, UserError
+from ebft_core.tokenizer import Tokenizer
 
 CHECK_PROMPTS, CHECK_TOKENS = 4, 32
 
@@ -54,42 +55,42 @@ def evaluate(
 ) -> None:
     """Compare two model folders on the held-out rows of `config.data`; print a table or JSON.
 
-    The rows are tokenized anew with the baseline's tokenizer; the held-out documents are those that a run
-    with this configuration holds out.
+    Unless `evaluate.heldout` names frozen ones, the rows are tokenized anew with the baseline's tokenizer;
+    the held-out documents are those that a run with this configuration holds out.
 
     Raises:
         UserError: a folder is missing or unsuitable, bad data, or models with different vocabularies.
     """
-    from ebft_core.base_model import embedding_size
-    from ebft_core.data.pipeline import HELDOUT, DataPipeline
+    from ebft_core.data.heldout import HELDOUT, frozen_heldout
+    from ebft_core.data.stop_tokens import read_stop_token_ids
     from ebft_core.data.store import read_rows
     from ebft_core.evaluation import compare_models, print_table
-    from ebft_core.events import EventWriter
+    from ebft_core.evaluation.outside import digest_outside
     from ebft_core.manifests import write_json_atomic
-    from ebft_core.stop import StopSignal
     from ebft_core.tokenizer import load_tokenizer
 
     _must_be_folder(model, "--model")
     _must_be_folder(baseline, "--baseline")
     if output is not None:
         _must_be_folder(output.absolute().parent, "--output")
+    digest_outside(config)
     console = Console(stderr=True)
+    tokenizer = load_tokenizer(baseline, config.model)
     with tempfile.TemporaryDirectory(prefix="ebft-evaluate-") as scratch:
-        rows = Path(scratch, "rows")
-        tokenizer = load_tokenizer(baseline, config.model)
-        events = EventWriter(None, "evaluate")
-        with console.status("tokenizing the held-out documents"):
-            pipeline = DataPipeline(
-                config, tokenizer, embedding_size(baseline), events=events, stop=StopSignal()
-            )
-            pipeline.write(rows, Path(scratch, "work"))
+        frozen = frozen_heldout(config, tokenizer)
+        if frozen is None:
+            with console.status("tokenizing the held-out documents"):
+                rows, stops = _tokenize(baseline, tokenizer, config, Path(scratch))
+        else:
+            rows = frozen / HELDOUT
+            stops = read_stop_token_ids(frozen) if config.ebft.mode == "structured" else []
         with _progress(console, "evaluating") as on_progress:
             comparison = compare_models(
                 baseline,
                 model,
-                read_rows(rows / HELDOUT),
+                read_rows(rows),
                 config,
-                stop_token_ids=pipeline.maker.stop_ids if pipeline.maker else (),
+                stop_token_ids=stops,
                 progress=on_progress,
             )
     document = comparison.evaluation.to_json()
@@ -135,6 +136,21 @@ def serve_vllm(
     serve_alone(load_config(config, overrides), model=model, port=port, on_ready=show)
     console.print("stopped")
     return ExitCode.DONE
+
+
+def _tokenize(
+    baseline: Path, tokenizer: Tokenizer, config: RunConfig, scratch: Path
+) -> tuple[Path, list[int]]:
+    """The folder of the held-out rows, and the tokens that end a completion."""
+    from ebft_core.base_model import embedding_size
+    from ebft_core.data.pipeline import HELDOUT, DataPipeline
+    from ebft_core.events import EventWriter
+    from ebft_core.stop import StopSignal
+
+    events = EventWriter(None, "evaluate")
+    pipeline = DataPipeline(config, tokenizer, embedding_size(baseline), events=events, stop=StopSignal())
+    pipeline.write(scratch / "rows", scratch / "work")
+    return scratch / "rows" / HELDOUT, pipeline.maker.stop_ids if pipeline.maker else []
 
 
 def _prompts(base: Path) -> list[list[int]]:

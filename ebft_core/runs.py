@@ -19,10 +19,12 @@ import yaml
 from ebft_core.base_model import digest_model_folder
 from ebft_core.config import RunConfig, SourceConfig
 from ebft_core.config.redaction import redact
+from ebft_core.data.exclusion import digest_exclusion
 from ebft_core.data.remote import remote_of
 from ebft_core.data.sources import digest_sources
 from ebft_core.data.transforms.custom import fingerprint_transform
 from ebft_core.errors import UserError
+from ebft_core.evaluation.outside import digest_outside
 from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
 from ebft_core.own_rewards import fingerprint_rewards
 
@@ -50,6 +52,8 @@ _READS: Mapping[str, tuple[str, ...]] = {
 """Stage -> the parts of the configuration it reads, in the order in which the stages run."""
 
 _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
+    "data": frozenset({"exclude_hashes"}),  # its content has
+    "evaluate": frozenset({"against", "heldout", "feature_model"}),  # their contents have
     "trainer": frozenset(
         {"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every"}
     )
@@ -111,34 +115,15 @@ def plan_run(config: RunConfig) -> RunPlan:
         UserError: a source matches no file or cannot be reached, or the base model's folder is not one.
     """
     working_dir = Path.cwd()
-    workspace = (working_dir / Path(config.workspace).expanduser()).resolve()
+    workspace = (working_dir / Path(config.local_workspace).expanduser()).resolve()
     document = redact(config.model_dump(mode="json"))
-    code = code_digest()
     data = digest_sources(config.data.sources, remote_of(config))
     base = _base_digest(config)
-    external = {
-        "prepare_base": {"base": base, "chat_template": _file_digest(config)},
-        "tokenize": {
-            "data": data,
-            "transform": fingerprint_transform(config.data.transform),
-            "extra": bool(config.rewards),  # columns kept for rewards, whatever their weights are
-        },
-        "train": {"rewards": fingerprint_rewards(config.rewards)},
-    }
-    stages: list[StagePlan] = []
-    for name, parts in _READS.items():
-        key = digest_json(
-            {
-                "stage": name,
-                "code": code,
-                "config": {part: _part(document, part) for part in parts},
-                "inputs": [stage.key for stage in stages],
-                "external": external.get(name),
-            }
-        )
-        stages.append(
-            StagePlan(name, key, workspace / "stages" / name / key, workspace / "work" / name / key)
-        )
+    code = code_digest()
+    stages = tuple(
+        StagePlan(name, key, workspace / "stages" / name / key, workspace / "work" / name / key)
+        for name, key in _stage_keys(document, _external(config, data, base), code).items()
+    )
     config_digest = digest_json({k: v for k, v in document.items() if k not in _NOT_OF_THE_RUN})
     run_key = digest_json({"config": config_digest, "stages": [stage.key for stage in stages]})
     return RunPlan(
@@ -151,8 +136,49 @@ def plan_run(config: RunConfig) -> RunPlan:
         code_digest=code,
         data_digest=data,
         base_digest=base if config.model.from_scratch is None else None,
-        stages=tuple(stages),
+        stages=stages,
     )
+
+
+def digest_inputs(config: RunConfig) -> str:
+    """Digest of all that shapes a judged model but our own code: data, base model, configuration.
+
+    It is the key that stage `evaluate` would have if the code never changed. Raises UserError as `plan_run`.
+    """
+    document = redact(config.model_dump(mode="json"))
+    data = digest_sources(config.data.sources, remote_of(config))
+    return _stage_keys(document, _external(config, data, _base_digest(config)), code=None)["evaluate"]
+
+
+def _external(config: RunConfig, data: str, base: str | None) -> dict[str, Any]:
+    """Stage → what it reads from outside the run, as digests."""
+    return {
+        "prepare_base": {"base": base, "chat_template": _file_digest(config)},
+        "tokenize": {
+            "data": data,
+            "excluded": digest_exclusion(config.data),
+            "transform": fingerprint_transform(config.data.transform),
+            "extra": bool(config.rewards),  # columns kept for rewards, whatever their weights are
+        },
+        "train": {"rewards": fingerprint_rewards(config.rewards)},
+        "evaluate": digest_outside(config),
+    }
+
+
+def _stage_keys(document: Mapping[str, Any], external: Mapping[str, Any], code: str | None) -> dict[str, str]:
+    """Stage → key, which holds the keys of the stages before it."""
+    keys: dict[str, str] = {}
+    for name, parts in _READS.items():
+        keys[name] = digest_json(
+            {
+                "stage": name,
+                "code": code,
+                "config": {part: _part(document, part) for part in parts},
+                "inputs": list(keys.values()),
+                "external": external.get(name),
+            }
+        )
+    return keys
 
 
 def write_run_folder(plan: RunPlan, config: RunConfig) -> None:

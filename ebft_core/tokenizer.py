@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ebft_core.errors import UserError
+from ebft_core.manifests import digest_json
 
 if TYPE_CHECKING:
     from ebft_core.config import ModelConfig
@@ -79,6 +80,11 @@ def check_token_ids(tokenizer: Tokenizer, embedding_size: int, *, where: str) ->
             expected=f"ids below {embedding_size}",
             hint="use the tokenizer the model was trained with, or resize the model's embeddings",
         )
+
+
+def vocabulary_digest(tokenizer: Tokenizer) -> str:
+    """Hex sha256 of what each token id stands for: rows can be shared by models that agree on it."""
+    return digest_json(sorted(tokenizer.get_vocab().items()))
 
 
 def _load(path: Path, trust_remote_code: bool) -> Tokenizer:

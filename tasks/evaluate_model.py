@@ -8,7 +8,7 @@ from typing import Any
 from prefect.artifacts import create_table_artifact
 
 from ebft_core.runs import read_plan
-from tasks.report import evaluation_rows
+from tasks.report import against_rows, comparison_rows, read_evaluation
 from tasks.stage_task import artifact_key, run_stage, stage_task
 
 
@@ -18,6 +18,13 @@ def evaluate_model(
 ) -> dict[str, Any]:
     """Return the reference of the comparison."""
     ref = run_stage("evaluate", run_dir, [base, rows, model])
-    table = evaluation_rows(read_plan(Path(run_dir)))
-    create_table_artifact(table=table, key=f"{artifact_key('evaluate')}-comparison")
+    evaluation = read_evaluation(read_plan(Path(run_dir)))
+    assert evaluation is not None  # the stage is done
+    create_table_artifact(
+        table=comparison_rows(evaluation.metrics), key=f"{artifact_key('evaluate')}-comparison"
+    )
+    for name, table in against_rows(evaluation).items():
+        create_table_artifact(
+            table=table, key=artifact_key(f"evaluate-against-{name}"), description=f"base: {name}"
+        )
     return ref

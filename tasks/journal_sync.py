@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import deque
@@ -21,6 +22,7 @@ from mlflow.exceptions import MlflowException
 
 from ebft_core.base_model import read_base
 from ebft_core.config import RunConfig
+from ebft_core.evaluation.summary import Evaluation
 from ebft_core.events import EventReader
 from ebft_core.runs import STAGES, RunPlan
 from tasks.mlflow_store import MlflowStore, Point
@@ -62,13 +64,11 @@ class JournalSync(threading.Thread):
         self._wake.set()
 
     def add_evaluation(self, path: Path) -> None:
-        """Send the results of the comparison (they stand in no journal): `base/…`, `tuned/…`, `delta/…`."""
-        metrics = json.loads(path.read_text(encoding="utf-8"))["metrics"]
+        """Send the results of the comparison, which stand in no journal."""
+        evaluation = Evaluation.from_json(json.loads(path.read_text(encoding="utf-8")))
         time_ms = int(path.stat().st_mtime * 1000)
-        for name, values in metrics.items():
-            for prefix, part in (("base", "base"), ("tuned", "tuned"), ("delta", "difference")):
-                if values[part] is not None:
-                    self._extra.append(Point(f"{prefix}/{name}", float(values[part]), 0, time_ms))
+        for name, value in evaluation_values(evaluation).items():
+            self._extra.append(Point(name, value, 0, time_ms))
         self._wake.set()
 
     def close(self, status: str, seconds: float) -> bool:
@@ -149,6 +149,24 @@ class JournalSync(threading.Thread):
         base = read_base(self._plan.stage("prepare_base").output)
         store.set_tag(run_id, "ebft.base_digest", base.digest)
         self._base_noted = True
+
+
+def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
+    """The numbers of a comparison as MLflow shows them; those that are not determined are left out.
+
+    `base/…`, `tuned/…` and `delta/…`; for each further model `eval/against/<its name>/…_difference`.
+    """
+    values: dict[str, float] = {}
+    for name, estimate in evaluation.metrics.items():
+        values |= {
+            f"base/{name}": estimate.base,
+            f"tuned/{name}": estimate.tuned,
+            f"delta/{name}": estimate.difference,
+        }
+    for model, reference in evaluation.against.items():
+        for name, estimate in reference.metrics.items():
+            values[f"eval/against/{model}/{name}_difference"] = estimate.difference
+    return {name: value for name, value in values.items() if math.isfinite(value)}
 
 
 def points_of(stage: str, event: Mapping[str, Any]) -> list[Point]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import jinja2
 
 from ebft_core.base_model import read_base
+from ebft_core.bootstrap import PairedEstimate
 from ebft_core.evaluation.metrics import METRICS
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import verdict
@@ -18,6 +20,7 @@ from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from tasks.report_charts import report_charts
 from tasks.report_health import health_rows
+from tasks.report_promotion import promotion_view
 from tasks.report_rollouts import rollout_views
 
 
@@ -38,9 +41,11 @@ def build_report(run_dir: Path) -> str:
         plan=plan,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         evaluation=evaluation_rows(plan),
+        against={} if evaluation is None else against_rows(evaluation),
         whole=evaluation is not None and evaluation.mode == "structured",
         charts=report_charts(run_dir),
         health=health_rows(run_dir),
+        promotion=promotion_view(run_dir),
         rollouts=rollout_views(plan.stage("evaluate").output / "rollouts.json"),
         stages=_stages(plan),
         digests=_digests(plan),
@@ -59,6 +64,16 @@ def evaluation_rows(plan: RunPlan) -> list[dict[str, str]]:
     evaluation = read_evaluation(plan)
     if evaluation is None:
         return []
+    return comparison_rows(evaluation.metrics)
+
+
+def against_rows(evaluation: Evaluation) -> dict[str, list[dict[str, str]]]:
+    """The same with each further model in the place of the base, by its name."""
+    return {name: comparison_rows(reference.metrics) for name, reference in evaluation.against.items()}
+
+
+def comparison_rows(metrics: Mapping[str, PairedEstimate]) -> list[dict[str, str]]:
+    """Paired estimates as rows of text; metrics without a value are left out."""
     return [
         {
             "metric": METRICS[name].label,
@@ -68,7 +83,7 @@ def evaluation_rows(plan: RunPlan) -> list[dict[str, str]]:
             "interval": f"[{estimate.interval[0]:+.4f}, {estimate.interval[1]:+.4f}]",
             "verdict": verdict(name, estimate).plain,
         }
-        for name, estimate in evaluation.metrics.items()
+        for name, estimate in metrics.items()
         if math.isfinite(estimate.base)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -135,7 +136,7 @@ def publish_summary(plan: RunPlan, name: str, ref: StageRef) -> None:
 
 def artifact_key(name: str) -> str:
     """Prefect wants lower-case letters, digits and dashes."""
-    return f"ebft-{name.replace('_', '-')}"
+    return f"ebft-{re.sub('[^a-z0-9]+', '-', name.lower())}"
 
 
 class ProgressArtifact:

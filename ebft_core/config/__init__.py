@@ -20,6 +20,7 @@ from ebft_core.config.schema import (
 )
 from ebft_core.config.storage_section import StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
+from ebft_core.config.tasks_section import SandboxConfig
 
 __all__ = [
     "DataConfig",
@@ -33,6 +34,7 @@ __all__ = [
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",
+    "SandboxConfig",
     "SourceConfig",
     "StorageConfig",
     "TrackingConfig",

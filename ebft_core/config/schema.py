@@ -16,8 +16,9 @@ from ebft_core.config.data_section import DataConfig
 from ebft_core.config.evaluate_section import EvaluateConfig
 from ebft_core.config.health_section import HealthConfig
 from ebft_core.config.promotion_section import PromotionConfig
+from ebft_core.config.retention_section import RetentionConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
-from ebft_core.config.storage_section import StorageConfig
+from ebft_core.config.storage_section import S3, StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 
@@ -233,6 +234,9 @@ class TrackingConfig(Section):
     """Tracking server or `sqlite:///…`; unset: `MLFLOW_TRACKING_URI`, else `mlflow.db` in the workspace."""
     experiment: str = "ebft"
     """Experiment that holds the runs."""
+    artifact_location: str | None = Field(default=None, pattern=r"^s3://[^/]+(/.*)?$")
+    """`s3://bucket/prefix` for the artifacts of the experiment, used when the experiment is made. Unset: where
+    the tracking server keeps them; without a server, a folder of the workspace."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Extra tags of the MLflow run."""
 
@@ -243,7 +247,8 @@ class RunConfig(Section):
     name: str = Field(default="ebft", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")
     """Name of the run: part of its folder, its MLflow run and its registered model."""
     workspace: str = "runs"
-    """Folder that holds caches, checkpoints, models and reports."""
+    """Folder, or `s3://bucket/prefix`, that holds checkpoints, models and reports. On S3 it is the archive of
+    the runs, and `storage.local_workspace` is the working copy."""
     model: ModelConfig
     data: DataConfig
     ebft: EBFTConfig = EBFTConfig()
@@ -261,9 +266,25 @@ class RunConfig(Section):
     promotion: PromotionConfig = PromotionConfig()
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
+    retention: RetentionConfig = RetentionConfig()
 
     @field_validator("lora", mode="before")
     @classmethod
     def _none_is_null(cls, value: Any) -> Any:
         """`lora: none`, as on a command line, reads as `lora: null`."""
         return None if isinstance(value, str) and value.lower() == "none" else value
+
+    @property
+    def local_workspace(self) -> str:
+        """The folder the run works in."""
+        return self.storage.local_workspace if self.workspace.startswith(S3) else self.workspace
+
+    @property
+    def archive(self) -> str | None:
+        """Where finished work is kept beside the folder the run works in; None: nowhere."""
+        return self.workspace if self.workspace.startswith(S3) else self.storage.archive
+
+    @property
+    def archive_key(self) -> str:
+        """The key that names `archive`, for messages."""
+        return "workspace" if self.workspace.startswith(S3) else "storage.archive"

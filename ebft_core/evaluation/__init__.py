@@ -13,11 +13,18 @@ from typing import TYPE_CHECKING, Any
 
 from ebft_core.evaluation.metrics import METRICS, Metric
 from ebft_core.evaluation.records import BlockRecord, LikelihoodRecord, Measurements
-from ebft_core.evaluation.summary import Evaluation, RolloutExample
+from ebft_core.evaluation.summary import Evaluation, Reference, RolloutExample
 from ebft_core.evaluation.table import print_table
 
 if TYPE_CHECKING:
-    from ebft_core.evaluation.compare import Comparison, compare_models, training_evaluator
+    from ebft_core.evaluation.compare import (
+        Comparison,
+        compare_models,
+        measure_models,
+        paired_metrics,
+        select_rows,
+        training_evaluator,
+    )
     from ebft_core.evaluation.measure import evaluate_rows
 
 __all__ = [
@@ -28,16 +35,23 @@ __all__ = [
     "LikelihoodRecord",
     "Measurements",
     "Metric",
+    "Reference",
     "RolloutExample",
     "compare_models",
     "evaluate_rows",
+    "measure_models",
+    "paired_metrics",
     "print_table",
+    "select_rows",
     "training_evaluator",
 ]
 
 _HOMES = {
     "Comparison": "ebft_core.evaluation.compare",
     "compare_models": "ebft_core.evaluation.compare",
+    "measure_models": "ebft_core.evaluation.compare",
+    "paired_metrics": "ebft_core.evaluation.compare",
+    "select_rows": "ebft_core.evaluation.compare",
     "training_evaluator": "ebft_core.evaluation.compare",
     "evaluate_rows": "ebft_core.evaluation.measure",
 }

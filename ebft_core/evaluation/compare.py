@@ -1,16 +1,17 @@
-"""Compare two models on the same held-out rows, and evaluate a policy while it is being trained."""
+"""Compare models on the same held-out rows, and evaluate a policy while it is being trained."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from torch import nn
 
-from ebft_core.bootstrap import paired_bootstrap
+from ebft_core.bootstrap import PairedEstimate, paired_bootstrap
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from ebft_core.evaluation.examples import make_examples
@@ -18,7 +19,7 @@ from ebft_core.evaluation.measure import evaluate_rows
 from ebft_core.evaluation.metrics import document_sums, documents_of, metric_means, metrics_of
 from ebft_core.evaluation.records import Measurements
 from ebft_core.evaluation.sampling import Row
-from ebft_core.evaluation.summary import Evaluation, RolloutExample
+from ebft_core.evaluation.summary import Evaluation, Reference, RolloutExample
 from ebft_core.models import (
     load_causal_lm,
     load_tokenizer,
@@ -27,6 +28,10 @@ from ebft_core.models import (
     select_precision,
 )
 from ebft_core.rows import row_anchors
+from ebft_core.tokenizer import vocabulary_digest
+
+_BASE, _TUNED = "/base", "/tuned"
+"""Names beside those of `evaluate.against`, which have no slash."""
 
 
 @dataclass(frozen=True)
@@ -46,9 +51,9 @@ def compare_models(
     stop_token_ids: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> Comparison:
-    """Evaluate base and tuned model on the same rows with the same random numbers.
+    """Evaluate base, tuned model and those of `evaluate.against` on the same rows.
 
-    The feature network of both is the base model. Both models are in memory during the second half.
+    The feature network of all is `evaluate.feature_model`, or else the base model.
 
     Args:
         base_path, tuned_path: model folders with the same tokenizer.
@@ -56,14 +61,66 @@ def compare_models(
         config: sections `evaluate`, `ebft`, `trainer` (device, precision, attention) and `model`.
         stop_token_ids: tokens that end a turn of a completion (see `data/stop_tokens.py`); structured mode
             needs them.
-        progress: called with (rows done, rows in all), counting both models.
+        progress: called with (rows done, rows in all), counting every model.
 
     Raises:
-        UserError: no usable held-out row, or a tuned model with another vocabulary.
+        UserError: no usable held-out row, or a model with another vocabulary or tokenizer.
         ValueError: structured mode without `stop_token_ids`.
     """
     rows = select_rows(heldout, config)
-    tokenizer = load_tokenizer(base_path, config)
+    against = {name: Path(folder).expanduser() for name, folder in config.evaluate.against.items()}
+    feature_model = config.evaluate.feature_model
+    measured = measure_models(
+        {_BASE: base_path, _TUNED: tuned_path, **against},
+        rows,
+        config,
+        feature_path=base_path if feature_model is None else Path(feature_model).expanduser(),
+        stop_token_ids=stop_token_ids,
+        progress=progress,
+    )
+    base, tuned = measured[_BASE], measured[_TUNED]
+    references = {
+        name: Reference(str(path), paired_metrics(measured[name], tuned, config))
+        for name, path in against.items()
+    }
+    return Comparison(
+        evaluation=summarise(base, tuned, config, base_path, tuned_path, references),
+        examples=make_examples(
+            rows, base, tuned, config.evaluate.sample_rollouts, load_tokenizer(base_path, config)
+        ),
+    )
+
+
+def measure_models(
+    models: Mapping[str, Path],
+    rows: Sequence[Row],
+    config: RunConfig,
+    *,
+    feature_path: Path,
+    stop_token_ids: Sequence[int] = (),
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, Measurements]:
+    """Measure models on the same rows with the same random numbers.
+
+    Beside the feature network one model is in memory at a time.
+
+    Args:
+        models: name → model folder.
+        rows: tokenized rows with `row_id`, as `select_rows` gives them.
+        config: as for `compare_models`.
+        feature_path: folder of the feature network.
+        stop_token_ids: as for `compare_models`.
+        progress: called with (rows done, rows in all), counting every model.
+
+    Returns:
+        The measurements by the names of `models`.
+
+    Raises:
+        UserError: a model has another vocabulary or tokenizer than the feature network.
+        ValueError: structured mode without `stop_token_ids`.
+    """
+    _check_tokenizers(models.values(), feature_path, config)
+    pad_token_id = load_tokenizer(feature_path, config).pad_token_id
     device = select_device(config.trainer)
     dtype = select_precision(config.trainer, device)
     done = 0
@@ -72,35 +129,30 @@ def compare_models(
         nonlocal done
         done += count
         if progress is not None:
-            progress(done, 2 * len(rows))
+            progress(done, len(models) * len(rows))
 
     def load(path: Path) -> nn.Module:
         return load_causal_lm(path, dtype, trust_remote_code=config.model.trust_remote_code).to(device)
 
-    def measure(policy: nn.Module) -> Measurements:
+    def measure(path: Path) -> Measurements:
+        policy = feature_model if path.resolve() == feature_path.resolve() else load(path)
+        _check_vocabulary(feature_model, policy, path)
         return evaluate_rows(
             policy,
-            base,
+            feature_model,
             rows,
             config,
             n_samples=config.evaluate.n_samples,
             seed=config.evaluate.seed,
-            pad_token_id=tokenizer.pad_token_id,
+            pad_token_id=pad_token_id,
             batch_rows=config.evaluate.batch_rows,
             stop_token_ids=stop_token_ids,
             attention=select_attention(config.trainer, device),
             progress=on_rows,
         )
 
-    base = load(base_path)
-    of_base = measure(base)
-    tuned = load(tuned_path)
-    _check_vocabulary(base, tuned, tuned_path)
-    of_tuned = measure(tuned)
-    return Comparison(
-        evaluation=summarise(of_base, of_tuned, config, base_path, tuned_path),
-        examples=make_examples(rows, of_base, of_tuned, config.evaluate.sample_rollouts, tokenizer),
-    )
+    feature_model = load(feature_path)
+    return {name: measure(path) for name, path in models.items()}
 
 
 def select_rows(heldout: Sequence[Row], config: RunConfig) -> list[Row]:
@@ -143,10 +195,8 @@ def _nothing_to_measure(found: int, config: RunConfig) -> UserError:
     )
 
 
-def summarise(
-    base: Measurements, tuned: Measurements, config: RunConfig, base_path: Path, tuned_path: Path
-) -> Evaluation:
-    """Paired estimates of every metric."""
+def paired_metrics(base: Measurements, tuned: Measurements, config: RunConfig) -> dict[str, PairedEstimate]:
+    """Paired estimates of every metric of two models measured on the same rows, by the names of `METRICS`."""
     settings = config.evaluate
     documents = sorted(set(documents_of(base)) | set(documents_of(tuned)))
     metrics = {}
@@ -163,11 +213,24 @@ def summarise(
             seed=settings.seed,
             transform=metric.transform,
         )
+    return metrics
+
+
+def summarise(
+    base: Measurements,
+    tuned: Measurements,
+    config: RunConfig,
+    base_path: Path,
+    tuned_path: Path,
+    against: Mapping[str, Reference] = MappingProxyType({}),
+) -> Evaluation:
+    """The result of a comparison: paired estimates of every metric, and how much was measured."""
+    settings = config.evaluate
     return Evaluation(
         base_path=str(base_path),
         tuned_path=str(tuned_path),
         rows=len({record.row_id for record in base.blocks}),
-        documents=len(documents),
+        documents=len(set(documents_of(base)) | set(documents_of(tuned))),
         tokens=sum(record.tokens for record in base.likelihoods),
         blocks=len(base.blocks),
         dropped_base=base.dropped_blocks,
@@ -176,8 +239,9 @@ def summarise(
         seed=settings.seed,
         confidence=settings.confidence,
         bootstrap_samples=settings.bootstrap_samples,
-        metrics=metrics,
+        metrics=paired_metrics(base, tuned, config),
         mode=config.ebft.mode,
+        against=against,
     )
 
 
@@ -218,6 +282,17 @@ def training_evaluator(
         return metric_means(measurements)
 
     return evaluate
+
+
+def _check_tokenizers(paths: Iterable[Path], feature_path: Path, config: RunConfig) -> None:
+    wanted = vocabulary_digest(load_tokenizer(feature_path, config))
+    for path in paths:
+        if vocabulary_digest(load_tokenizer(path, config)) != wanted:
+            raise UserError(
+                "the two models have different tokenizers, so they cannot share rows or features",
+                where=str(path),
+                expected=f"the tokens of {feature_path}",
+            )
 
 
 def _check_vocabulary(base: Any, tuned: Any, tuned_path: Path) -> None:

@@ -10,7 +10,8 @@
                         "standard_error",               of the difference
                         "interval", "base_interval", "tuned_interval",   [low, high]
                         "documents",                    resampled documents
-                        "label", "better", "per"}}}     better: lower | higher | null; per: token | block
+                        "label", "better", "per"}},     better: lower | higher | null; per: token | block
+     "against": {name: {"path", "metrics"}}}            further models in the place of base
 
 A number that the data do not determine (an interval over one document, CFM with one sample) is null.
 """
@@ -18,7 +19,7 @@ A number that the data do not determine (an interval over one document, CFM with
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from ebft_core.bootstrap import PairedEstimate
@@ -31,8 +32,28 @@ Spans = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
+class Reference:
+    """A further model, compared with the tuned one: it is the `base` of its estimates."""
+
+    path: str
+    metrics: Mapping[str, PairedEstimate]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values under the same names."""
+        return {"path": self.path, "metrics": _metrics_json(self.metrics)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Self:
+        """The inverse of `to_json`."""
+        return cls(values["path"], _metrics_from_json(values["metrics"]))
+
+
+@dataclass(frozen=True)
 class Evaluation:
-    """Base and tuned model on the same held-out rows; `metrics` by the names of `METRICS`."""
+    """Base and tuned model on the same held-out rows; `metrics` by the names of `METRICS`.
+
+    `against` holds the same for further models, by their names in `evaluate.against`.
+    """
 
     base_path: str
     tuned_path: str
@@ -48,6 +69,7 @@ class Evaluation:
     bootstrap_samples: int
     metrics: Mapping[str, PairedEstimate]
     mode: Literal["strided", "structured"] = "strided"
+    against: Mapping[str, Reference] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The document described above."""
@@ -65,7 +87,8 @@ class Evaluation:
             "seed": self.seed,
             "confidence": self.confidence,
             "bootstrap_samples": self.bootstrap_samples,
-            "metrics": {name: _metric_json(name, value) for name, value in self.metrics.items()},
+            "metrics": _metrics_json(self.metrics),
+            "against": {name: reference.to_json() for name, reference in self.against.items()},
         }
 
     @classmethod
@@ -92,8 +115,10 @@ class Evaluation:
             tuned_path=document["tuned"]["path"],
             dropped_base=document["dropped_blocks"]["base"],
             dropped_tuned=document["dropped_blocks"]["tuned"],
-            metrics={name: PairedEstimate.from_json(value) for name, value in document["metrics"].items()},
-            mode=document.get("mode", "strided"),  # not in the files of earlier versions
+            metrics=_metrics_from_json(document["metrics"]),
+            # The rest is not in the files of earlier versions.
+            mode=document.get("mode", "strided"),
+            against={k: Reference.from_json(value) for k, value in document.get("against", {}).items()},
             **{name: document[name] for name in plain},
         )
 
@@ -151,6 +176,14 @@ class RolloutExample:
 
 def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _metrics_json(metrics: Mapping[str, PairedEstimate]) -> dict[str, Any]:
+    return {name: _metric_json(name, estimate) for name, estimate in metrics.items()}
+
+
+def _metrics_from_json(values: Mapping[str, Any]) -> dict[str, PairedEstimate]:
+    return {name: PairedEstimate.from_json(value) for name, value in values.items()}
 
 
 def _metric_json(name: str, estimate: PairedEstimate) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.table import Table
@@ -14,13 +15,22 @@ from ebft_core.evaluation.summary import Evaluation
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:
-    """Print the comparison. A verdict is given only where the interval leaves out zero."""
-    table = Table(title="Held-out evaluation", title_justify="left", caption=_caption(evaluation))
+    """Print the comparison, and one with each further model.
+
+    A verdict is given only where the interval leaves out zero.
+    """
+    console.print(_table("Held-out evaluation", "base", evaluation.metrics, _caption(evaluation)))
+    for name, reference in evaluation.against.items():
+        console.print(_table(f"Tuned model against {name}", name, reference.metrics, None))
+
+
+def _table(title: str, other: str, metrics: Mapping[str, PairedEstimate], caption: str | None) -> Table:
+    table = Table(title=title, title_justify="left", caption=caption)
     table.add_column("metric")
-    for column in ("base", "tuned", "difference ± s.e."):
+    for column in (other, "tuned", "difference ± s.e."):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("verdict", no_wrap=True)
-    for name, estimate in evaluation.metrics.items():
+    for name, estimate in metrics.items():
         if not math.isfinite(estimate.base):
             continue
         error = "" if math.isnan(estimate.standard_error) else f" ± {estimate.standard_error:.4f}"
@@ -31,7 +41,7 @@ def print_table(evaluation: Evaluation, console: Console) -> None:
             f"{estimate.difference:+.4f}{error}",
             verdict(name, estimate),
         )
-    console.print(table)
+    return table
 
 
 def verdict(name: str, estimate: PairedEstimate) -> Text:

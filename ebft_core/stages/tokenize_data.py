@@ -12,7 +12,7 @@ from ebft_core.data.sources import digest_sources
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_json, write_json_atomic
 from ebft_core.runs import read_plan
-from ebft_core.tokenizer import load_tokenizer
+from ebft_core.tokenizer import load_tokenizer, vocabulary_digest
 
 PLAN = "plan.json"
 
@@ -35,7 +35,7 @@ def run(context: StageContext) -> dict[str, Any]:
     result = pipeline.write(context.output, context.work)
     _check_unchanged(context)
     write_quarantine(context.output / "quarantine.jsonl", result.bad)
-    report = _report(result)
+    report = {**_report(result), "vocabulary": vocabulary_digest(tokenizer)}
     if pipeline.maker is not None:
         report |= {"truncated": result.truncated, "stop_token_ids": pipeline.maker.stop_ids}
     write_json_atomic(context.output / "data.json", report)
@@ -67,7 +67,8 @@ def _check_unchanged(context: StageContext) -> None:
 def _report(result: Result) -> dict[str, Any]:
     train, heldout = result.sides["train"], result.sides["heldout"]
     return {
-        "documents": result.rows - len(result.bad),
+        "documents": result.rows - len(result.bad) - result.excluded,
+        "excluded": result.excluded,
         "tokens": train["tokens"] + heldout["tokens"],
         "quarantined": len(result.bad),
         "dropped_too_short": result.dropped.pieces,

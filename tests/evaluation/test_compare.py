@@ -31,14 +31,15 @@ def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_identical_models_differ_by_exactly_nothing(base: Path) -> None:
-    result = compare_models(base, base, HELDOUT, run_config()).evaluation
+    comparison = compare_models(base, base, HELDOUT, run_config())
+    result = comparison.evaluation
     assert len(result.metrics) == 9
     for name, estimate in result.metrics.items():
         assert estimate.difference == 0.0, name
         assert estimate.standard_error == 0.0
         assert estimate.interval[0] <= 0.0 <= estimate.interval[1]
         assert math.isfinite(estimate.base)
-    for example in compare_models(base, base, HELDOUT, run_config()).examples:
+    for example in comparison.examples:
         assert example.base_samples == example.tuned_samples
 
 
@@ -89,15 +90,19 @@ def test_progress_counts_both_models(base: Path, tuned: Path) -> None:
 
 def test_other_vocabulary_is_refused(base: Path, tmp_path: Path) -> None:
     model = tiny_model(seed=1)
+    other = save_model(model, tmp_path / "other")
     model.resize_token_embeddings(40)
-    other = save_other(model, tmp_path / "other")
+    model.save_pretrained(other)
     with pytest.raises(UserError, match="different vocabularies"):
         compare_models(base, other, HELDOUT, run_config())
 
 
-def save_other(model, folder: Path) -> Path:
-    model.save_pretrained(folder)
-    return folder
+def test_other_tokens_under_the_same_ids_are_refused(base: Path, tmp_path: Path) -> None:
+    other = save_model(tiny_model(seed=1), tmp_path / "other")
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"<7>": 7', '"seven": 7'))
+    with pytest.raises(UserError, match="different tokenizers"):
+        compare_models(base, other, HELDOUT, run_config())
 
 
 def test_rows_are_spread_over_the_heldout_set_and_long_enough() -> None:
