@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ebft_core.bootstrap import Interval, PairedEstimate
 from ebft_core.config.promotion_section import PromotionConfig
-from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.metrics import metric_of
 
 SCHEMA = "ebft.decision/1"
 
@@ -29,7 +29,8 @@ class Check:
         metric: its name in the evaluation.
         against: the reference, `base` or `champion`.
         difference, interval: challenger minus reference, in the metric's unit; NaN where not determined.
-        bound: what the bad end of the interval is held against, same unit and sign as the difference.
+        bound: what the bad end of the interval is held against, same unit and sign as the difference. It may
+            lie on a guard's bound, not on the primary metric's.
         passed: whether the condition holds.
         text: all of it as a phrase.
     """
@@ -108,7 +109,7 @@ def decide(references: Mapping[str, Mapping[str, PairedEstimate]], rules: Promot
         more = f" (and {len(failed) - 1} more)" if len(failed) > 1 else ""
         return Decision(False, tuple(checks), f"refused: {failed[0].text}{more}")
     names = " and ".join(references)
-    better = f"better than {names} in {METRICS[rules.metric].label}"
+    better = f"better than {names} in {metric_of(rules.metric).label}"
     return Decision(True, tuple(checks), f"promoted: {better}, and no guard is broken")
 
 
@@ -129,10 +130,10 @@ def _check(
     estimate: PairedEstimate | None,
     least_gain: float,
 ) -> Check:
-    lower = METRICS[metric].better == "lower"
+    lower = metric_of(metric).better == "lower"
     sign = -1.0 if lower else 1.0
     bound = sign * least_gain + 0.0  # no negative zero
-    label = f"{METRICS[metric].label}, challenger minus {against}"
+    label = f"{metric_of(metric).label}, challenger minus {against}"
     if estimate is None:
         nan = (math.nan, math.nan)
         return Check(name, metric, against, math.nan, nan, bound, False, f"{label}: not measured")
@@ -143,13 +144,8 @@ def _check(
         said = f"{estimate.difference:+.4f}, an interval that the data do not determine"
     else:
         side = "below" if lower else "above"
-        needed = f"{side} {bound:+.4f}" if name == "primary" else f"not {_opposite(side)} {bound:+.4f}"
-        said = f"{estimate.difference:+.4f}, interval [{low:+.4f}, {high:+.4f}], must lie {needed}"
+        said = f"{estimate.difference:+.4f}, interval [{low:+.4f}, {high:+.4f}], must lie {side} {bound:+.4f}"
     return Check(name, metric, against, estimate.difference, (low, high), bound, passed, f"{label}: {said}")
-
-
-def _opposite(side: str) -> str:
-    return {"below": "above", "above": "below"}[side]
 
 
 def _plain(value: float) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ebft_core.config.problem import Problem
 from ebft_core.config.schema import RunConfig
-from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.metrics import METRICS, TASK_PREFIX
 
 DIRECTED = tuple(name for name, metric in METRICS.items() if metric.better is not None)
 
@@ -20,13 +20,22 @@ def _metrics(config: RunConfig) -> Iterator[Problem]:
     }
     asked |= {f"promotion.guards.{name}": name for name in promotion.guards}
     for key, name in asked.items():
-        if name not in DIRECTED:
+        if not _is_measured(name, config):
             yield Problem(
                 (key,),
                 "no metric of the evaluation that can be better or worse",
                 name,
-                ", ".join(DIRECTED),
+                ", ".join([*DIRECTED, *(f"{prefix}<metric>" for prefix in _task_prefixes(config))]),
             )
+
+
+def _is_measured(name: str, config: RunConfig) -> bool:
+    """Whether the evaluation has such a metric, as far as the run file tells."""
+    return name in DIRECTED or any(name.startswith(prefix) for prefix in _task_prefixes(config))
+
+
+def _task_prefixes(config: RunConfig) -> list[str]:
+    return [f"{TASK_PREFIX}{task.name}/" for task in config.evaluate.tasks]
 
 
 def _aliases(config: RunConfig) -> Iterator[Problem]:
