@@ -87,5 +87,8 @@ class DataConfig(Section):
     `max_bad_fraction`."""
     max_bad_fraction: float = Field(default=0.01, ge=0.0, le=1.0)
     """Largest share of rows that `quarantine` accepts."""
+    exclude_hashes: str | None = None
+    """File of document hashes, one per line: these documents are neither trained on nor held out. Retraining
+    writes such files itself."""
     max_documents: PositiveInt | None = None
     """Use only the first documents of the sources (in their order); unset: all."""

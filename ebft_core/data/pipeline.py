@@ -10,6 +10,7 @@ from typing import Any
 
 from ebft_core.config import RunConfig
 from ebft_core.data.document import RowError, TokenizedDocument
+from ebft_core.data.exclusion import read_exclusion
 from ebft_core.data.packing import Packer, Piece, cut, has_room
 from ebft_core.data.reader import BadRow, Document
 from ebft_core.data.remote import remote_of
@@ -44,12 +45,14 @@ class Dropped:
 class Result:
     """Rows read, the bad ones among them, dropped pieces, and what was written per side.
 
-    `truncated` counts the structured examples whose ground truth lost its end.
+    `excluded` counts the documents that `data.exclude_hashes` leaves out, `truncated` the structured examples
+    whose ground truth lost its end.
     """
 
     rows: int
     bad: list[BadRow]
     dropped: Dropped
+    excluded: int = 0
     truncated: int = 0
     sides: dict[str, dict[str, Any]] = field(default_factory=dict)
 
@@ -87,6 +90,8 @@ class DataPipeline:
         self.transform = get_transform(config.data.transform)
         structured = config.ebft.mode == "structured"
         self.maker = ExampleMaker(config, self.transform, tokenizer) if structured else None
+        self._excluded = read_exclusion(config.data)
+        self._sides_needed = (TRAIN, HELDOUT) if config.evaluate.heldout is None else (TRAIN,)
 
     def write(self, output: Path, work: Path) -> Result:
         """Read, check, tokenize and write everything.
@@ -99,7 +104,7 @@ class DataPipeline:
         files = resolve_sources(self.config.data.sources, remote=remote_of(self.config))
         extra = self.maker is not None and bool(self.config.rewards)
         scan = self.scan(files)
-        result = Result(len(scan.document_hashes) + len(scan.bad), list(scan.bad), Dropped())
+        result = Result(scan.rows, list(scan.bad), Dropped(), scan.excluded)
         with ExitStack() as stack:
             writers = {
                 side: stack.enter_context(RowWriter(output / side, work / f"{side}.arrow", extra=extra))
@@ -117,12 +122,20 @@ class DataPipeline:
             self.transform,
             self.config.data,
             lambda done, total: self._heartbeat("reading", done, total, "files"),
+            excluded=self._excluded,
         )
-        total = len(scan.document_hashes) + len(scan.bad)
-        apply_policy(scan.bad, total, self.config.data)
+        apply_policy(scan.bad, scan.rows, self.config.data)
         if not scan.document_hashes:
-            raise UserError("the sources hold no document", where="data.sources", value=f"{total} rows")
-        check_split(scan.document_hashes, self.config.data.heldout_fraction)
+            raise UserError(
+                "the sources hold no document" if not scan.excluded else "the sources hold no other document",
+                where="data.sources",
+                value=f"{scan.rows} rows, {scan.excluded} of them in data.exclude_hashes",
+            )
+        check_split(
+            scan.document_hashes,
+            self.config.data.heldout_fraction,
+            heldout_needed=HELDOUT in self._sides_needed,
+        )
         return scan
 
     def pieces(self, files: Sequence[SourceFile], result: Result) -> Iterator[Piece]:
@@ -131,7 +144,7 @@ class DataPipeline:
         for batch in _batches(source_rows(files, self.config.data)):
             documents = [row for row in batch if isinstance(row, Document)]
             checked = [(row, check_row(row, self.transform, self.config.data)) for row in documents]
-            good = [(row, key) for row, key in checked if isinstance(key, str)]
+            good = [(row, key) for row, key in checked if isinstance(key, str) and key not in self._excluded]
             if self.maker is None:
                 yield from self._cut(good, result)
             else:
@@ -193,7 +206,7 @@ class DataPipeline:
     def _check(self, result: Result, writers: dict[str, RowWriter]) -> None:
         """The checks that only tokenizing can decide."""
         apply_policy(result.bad, result.rows, self.config.data)
-        empty = [side for side, writer in writers.items() if writer.rows == 0]
+        empty = [side for side in self._sides_needed if writers[side].rows == 0]
         if not empty:
             return
         if self.maker is not None:

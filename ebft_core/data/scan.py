@@ -6,7 +6,7 @@ So bad rows, absent columns and an empty split are reported before the expensive
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -24,10 +24,17 @@ _COLUMN_SAMPLE = 1000
 
 @dataclass
 class Scan:
-    """What the first pass found: hashes of the usable documents in order, and the bad rows."""
+    """What the first pass found: hashes of the usable documents in order, the bad rows, and how many
+    documents `data.exclude_hashes` leaves out."""
 
     document_hashes: list[str] = field(default_factory=list)
     bad: list[BadRow] = field(default_factory=list)
+    excluded: int = 0
+
+    @property
+    def rows(self) -> int:
+        """All rows, whatever became of them."""
+        return len(self.document_hashes) + len(self.bad) + self.excluded
 
 
 def scan_rows(
@@ -35,10 +42,13 @@ def scan_rows(
     transform: Transform,
     config: DataConfig,
     report: Callable[[int, int], None] = lambda done, total: None,
+    *,
+    excluded: Set[str] = frozenset(),
 ) -> Scan:
     """Read and check everything once.
 
     Args:
+        excluded: hashes of documents to leave out.
         report: called with (files begun, files) at every file.
 
     Raises:
@@ -56,6 +66,8 @@ def scan_rows(
         checked = check_row(row, transform, config)
         if isinstance(checked, BadRow):
             scan.bad.append(checked)
+        elif checked in excluded:
+            scan.excluded += 1
         else:
             scan.document_hashes.append(checked)
     if seen:

@@ -17,15 +17,18 @@ def is_heldout(document_hash: str, fraction: float) -> bool:
     return int.from_bytes(digest[:8], "big") < fraction * 2**64
 
 
-def check_split(document_hashes: Iterable[str], fraction: float) -> None:
+def check_split(document_hashes: Iterable[str], fraction: float, *, heldout_needed: bool = True) -> None:
     """Refuse a split that leaves one side without documents.
+
+    Args:
+        heldout_needed: False where models are judged on held-out rows from elsewhere (`evaluate.heldout`).
 
     Raises:
         UserError: saying which side is empty.
     """
     distinct = set(document_hashes)
     heldout = sum(is_heldout(document_hash, fraction) for document_hash in distinct)
-    if 0 < heldout < len(distinct):
+    if 0 < heldout < len(distinct) or not (heldout or heldout_needed):
         return
     side = "training" if heldout else "held-out"
     raise UserError(

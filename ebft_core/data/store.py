@@ -105,6 +105,11 @@ def read_rows(folder: Path) -> Any:
     return datasets.load_from_disk(str(folder))
 
 
+def read_document_hashes(folder: Path) -> set[str]:
+    """Hashes of all documents that the rows of a `datasets` folder hold, whole or in part."""
+    return {key for keys in read_rows(folder).with_format(None)["document_hashes"] for key in keys}
+
+
 def _save(stream: Path, folder: Path, schema: pa.Schema, *, fingerprint: str) -> None:
     import datasets
     from datasets.table import MemoryMappedTable
@@ -112,7 +117,9 @@ def _save(stream: Path, folder: Path, schema: pa.Schema, *, fingerprint: str) ->
     table = MemoryMappedTable.from_file(str(stream))
     info = datasets.DatasetInfo(features=datasets.Features.from_arrow_schema(schema))
     # Without a fingerprint `datasets` makes one from file times, and equal rows would differ on disk.
-    datasets.Dataset(table, info=info, fingerprint=fingerprint).save_to_disk(str(folder))
+    dataset = datasets.Dataset(table, info=info, fingerprint=fingerprint)
+    # `datasets` writes no file at all for no rows, and cannot read that back.
+    dataset.save_to_disk(str(folder), num_shards=None if len(table) else 1)
 
 
 def _digest(row: Row) -> bytes:
