@@ -44,7 +44,7 @@ class OwnRewardOutput:
     Attributes:
         rewards: one list of X values per function, in the order of the run file.
         metrics: mean of what the functions gave to `log_metric`, by name.
-        extra: what they gave to `log_extra`, by column.
+        extra: what they gave to `log_extra`, by column: X values each.
     """
 
     rewards: list[Rewards]
@@ -111,8 +111,8 @@ class OwnRewards:
             columns: further columns of the data set, one value per completion.
 
         Raises:
-            UserError: a function fails, asks for a column that is not there, or returns anything but one
-                finite number or None per completion.
+            UserError: a function fails, asks for a column that is not there, returns anything but one finite
+                number or None per completion, or fills a column with anything but one entry for each.
         """
         metrics: defaultdict[str, list[float]] = defaultdict(list)
         extra: defaultdict[str, list[Any]] = defaultdict(list)
@@ -132,6 +132,8 @@ class OwnRewards:
             _check_result(function, result, len(completions))
             for function, result in zip(self._functions, results, strict=True)
         ]
+        for column, values in extra.items():
+            _check_column(column, values, len(completions))
         means = {name: sum(values) / len(values) for name, values in metrics.items()}
         return OwnRewardOutput(rewards, means, dict(extra))
 
@@ -218,6 +220,16 @@ def _check_columns(function: _Function, arguments: Mapping[str, Any]) -> None:
             where=function.where,
             value=f"{function.name}: {', '.join(missing)}",
             expected=f"columns among: {', '.join(columns) or 'none'}",
+        )
+
+
+def _check_column(column: str, values: Sequence[Any], count: int) -> None:
+    if len(values) != count:
+        raise UserError(
+            "a reward function filled a column with another number of entries than there are completions",
+            where="rewards",
+            value=f"log_extra({column!r}, …): {len(values)} entries for {count} completions",
+            expected="one entry per completion, in their order",
         )
 
 

@@ -175,6 +175,8 @@ def samples_panel(step: int, rows: Sequence[Mapping[str, Any]]) -> Panel:
     table.add_row("truth", Text(_head(rows[0]["ground_truth"])))
     for row in rows:
         table.add_row(f"{row['reward']:+.3f}", Text(_head(row["sample"]), style="cyan"))
+        for name, entry in row.get("columns", {}).items():
+            table.add_row("", Text(_head(f"{name}: {entry}"), style="dim"))
     return Panel(table, title=f"rollouts of step {step}, with their rewards")
 
 

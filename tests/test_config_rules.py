@@ -94,7 +94,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
         "ahead of a restart",
         {**STRUCTURED, "lora": None, "rollout.prefetch_depth": 1},
         "rollout.prefetch_depth",
-        "restarted with new weights",
+        "all weights of the server are replaced",
     ),
     (
         "staleness below the prefetch",

@@ -45,6 +45,10 @@ def helpers(completions, trainer_state, log_extra, log_metric, **kwargs):
     log_metric("step", trainer_state["step"] + 1)
     return [0.0] * len(completions)
 
+def too_few(completions, log_extra, **kwargs):
+    log_extra("short", completions[1:])
+    return [0.0] * len(completions)
+
 loops, running, most_at_once = set(), 0, 0
 
 async def judge(completions, **kwargs):
@@ -138,6 +142,12 @@ def test_trls_helpers_are_there(module: str) -> None:
     output = _load("helpers").score(**BATCH, trainer_state={"step": 3})
     assert output.metrics == {"step": 3.5}
     assert output.extra == {"first": ["x", "y", "z", "w"]}
+
+
+def test_a_column_of_another_length_is_refused(module: str) -> None:
+    with pytest.raises(UserError, match="3 entries for 4 completions") as caught:
+        _load("too_few").score(**BATCH)
+    assert caught.value.where == "rewards"
 
 
 def test_coroutines_run_together_and_keep_their_loop(module: str) -> None:

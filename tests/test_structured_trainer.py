@@ -12,12 +12,14 @@ import torch
 from torch import Tensor
 
 from ebft_core.blocks import Blocks
+from ebft_core.events import read_events
 from ebft_core.own_rewards import OwnRewards
 from ebft_core.rows import collate_rows
 from ebft_core.samplers.prompts import Group, PromptRequest
 from ebft_core.stop import StopSignal
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.own import OwnScorer
+from ebft_core.trainers.samples import RolloutSamples
 from ebft_core.trainers.step import score
 from tests.structured_fixtures import (
     VOCAB,
@@ -164,6 +166,7 @@ def test_own_rewards_are_added_and_reported(tmp_path: Path, monkeypatch: pytest.
         "def short(completion_ids, ground_truth, **kwargs):\n"
         "    assert all(isinstance(text, str) for text in ground_truth)\n"
         "    kwargs['log_metric']('longest', max(map(len, completion_ids)))\n"
+        "    kwargs['log_extra']('tokens', [len(ids) for ids in completion_ids])\n"
         "    return [float(-len(ids)) for ids in completion_ids]\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -175,13 +178,14 @@ def test_own_rewards_are_added_and_reported(tmp_path: Path, monkeypatch: pytest.
     )
 
     class Letters:
-        def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool = False) -> str:
             return "".join(chr(97 + i % 26) for i in ids)
 
     plain_folder, own_folder = tmp_path / "plain", tmp_path / "own"
     trainer_of(plain_folder, config, sampler=FakeSampler(), publisher=FakePublisher()).train()
     trainer = trainer_of(own_folder, config, sampler=FakeSampler(), publisher=FakePublisher())
     trainer.own = OwnScorer(OwnRewards(config.rewards), Letters())  # type: ignore[arg-type]
+    trainer.samples = RolloutSamples(trainer.events, Letters(), every=1)
     trainer.train()
     (plain,), (own,) = metrics_of(plain_folder), metrics_of(own_folder)
     assert own["rewards/my_length_reward.short"] == pytest.approx(-own["rollout/completion_tokens"])
@@ -189,3 +193,7 @@ def test_own_rewards_are_added_and_reported(tmp_path: Path, monkeypatch: pytest.
     assert own["ebft/reward"] == pytest.approx(
         plain["ebft/reward"] + 0.5 * own["rewards/my_length_reward.short"], abs=1e-4
     )
+    journal = next(own_folder.rglob("*.jsonl"))
+    (shown,) = [event for event in read_events(journal) if event["kind"] == "samples"]
+    assert shown["rows"]
+    assert all(row["columns"] == {"tokens": str(len(row["sample"]))} for row in shown["rows"])

@@ -138,7 +138,7 @@ def _schedule(config: RunConfig) -> Iterator[Problem]:
     if rollout.prefetch_depth > 0 and config.lora is None:
         yield Problem(
             ("rollout.prefetch_depth", "lora"),
-            "without adapters the server is restarted with new weights, and nothing may be under way then",
+            "without adapters all weights of the server are replaced, and nothing may be under way then",
             rollout.prefetch_depth,
             "0, or adapters (`lora`)",
         )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from ebft_core.rows import RowBatch
 from ebft_core.samplers.prompts import Group
@@ -15,11 +16,16 @@ from ebft_core.trainers.step import ScoredRollout
 
 @dataclass(frozen=True)
 class Scored:
-    """A micro-batch of candidates with what was found out about them."""
+    """A micro-batch of candidates with what was found out about them.
+
+    Attributes:
+        columns: for people, of the user's own rewards: one entry per completion.
+    """
 
     candidates: list[Candidate]
     batch: RowBatch
     rollout: ScoredRollout
+    columns: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     def has_signal(self, place: int) -> bool:
         """Whether the samples of a group differ in advantage."""

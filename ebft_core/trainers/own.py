@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
@@ -17,6 +18,21 @@ GROUND_TRUTH = "ground_truth"
 """Column with the decoded ground truth, beside the data set's own."""
 
 
+@dataclass(frozen=True)
+class OwnScores:
+    """What the functions said of a micro-batch.
+
+    Attributes:
+        total_RAN: weighted sums `(R, 1, N)`, NaN where no function applies.
+        metrics: each function's mean, by its name, and what functions gave to `log_metric`.
+        columns: what they gave to `log_extra`: R·N entries each, sample by sample.
+    """
+
+    total_RAN: Tensor
+    metrics: Mapping[str, float]
+    columns: Mapping[str, Sequence[Any]]
+
+
 class OwnScorer:
     """Decodes completions and calls the functions of section `rewards`.
 
@@ -28,11 +44,8 @@ class OwnScorer:
         self._rewards = rewards
         self._tokenizer: Any = tokenizer
 
-    def score(
-        self, rows: Sequence[Mapping[str, Any]], blocks: Blocks, trainer_state: Any
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Weighted sums `(R, 1, N)`, NaN where no function applies; each function's mean, by its name, and
-        what functions gave to `log_metric`.
+    def score(self, rows: Sequence[Mapping[str, Any]], blocks: Blocks, trainer_state: Any) -> OwnScores:
+        """Call the functions on every completion of a micro-batch.
 
         Raises:
             UserError: a function fails or returns something else than it should.
@@ -56,7 +69,11 @@ class OwnScorer:
             for name, values in zip(self._rewards.names, output.rewards, strict=True)
             if any(value is not None for value in values)
         }
-        return combine_own(output.rewards, self._rewards.weights, (R, A, N)), {**means, **output.metrics}
+        return OwnScores(
+            total_RAN=combine_own(output.rewards, self._rewards.weights, (R, A, N)),
+            metrics={**means, **output.metrics},
+            columns=output.extra,
+        )
 
     def _texts(
         self, rows: Sequence[Mapping[str, Any]], n_samples: int

@@ -5,6 +5,7 @@ Legend: see `geometry.py`.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ class RolloutSamples:
     """Sends the best and the worst rollout of a group to the journal, for people to read.
 
     Args:
-        events: takes an event `samples` with rows of `context`, `ground_truth`, `sample` and `reward`.
+        events: takes an event `samples` with rows of `context`, `ground_truth`, `sample` and `reward`, and
+            `columns` where a user's rewards filled some.
         tokenizer: decodes.
         every: optimiser steps between two looks.
     """
@@ -32,8 +34,18 @@ class RolloutSamples:
         self._every = every
         self._last_step = 0
 
-    def look(self, step: int, batch: RowBatch, scored: ScoredRollout) -> None:
-        """Show one usable group of a micro-batch, if `step` (from 1) is due and was not shown yet."""
+    def look(
+        self,
+        step: int,
+        batch: RowBatch,
+        scored: ScoredRollout,
+        columns: Mapping[str, Sequence[Any]] | None = None,
+    ) -> None:
+        """Show one usable group of a micro-batch, if `step` (from 1) is due and was not shown yet.
+
+        Args:
+            columns: further things to show, R·A·N entries each in the order of the samples.
+        """
         if step % self._every or step == self._last_step or not bool(scored.valid_RA.any()):
             return
         self._last_step = step
@@ -50,6 +62,9 @@ class RolloutSamples:
                     "ground_truth": ground_truth,
                     "sample": self._block(scored, row, anchor, sample),
                     "reward": round(float(reward_N[sample]), 4),
+                    **_entries(
+                        columns, int(scored.reward_RAN[:row].numel()) + anchor * len(reward_N) + sample
+                    ),
                 }
                 for sample in chosen
             ],
@@ -75,3 +90,8 @@ class RolloutSamples:
 
     def _text(self, ids: torch.Tensor) -> str:
         return str(self._tokenizer.decode(ids.tolist()))
+
+
+def _entries(columns: Mapping[str, Sequence[Any]] | None, index: int) -> dict[str, dict[str, str]]:
+    """The columns' entries of one sample, as text."""
+    return {"columns": {name: str(values[index]) for name, values in columns.items()}} if columns else {}

@@ -137,6 +137,8 @@ class StructuredTrainer(EBFTTrainer):
         micro_batch: MicroBatch = inputs["micro_batch"]
         scored, terms = micro_batch.scored, micro_batch.terms
         started, sums = self._clock(), StepSums()
+        if self.samples is not None:
+            self.samples.look(self.state.global_step + 1, scored.batch, scored.rollout, scored.columns)
         sums.add_rollout(scored.rollout)
         loss = 0.0
         if self._worth_a_pass(terms):
@@ -219,17 +221,16 @@ class StructuredTrainer(EBFTTrainer):
         version = min(c.version for c in candidates)
         groups = [c.group for c in candidates]
         blocks = to_blocks(groups, batch.anchors_RA, self._pad_token_id, version=version)
-        own_RAN = None
-        if self.own is not None:
-            own_RAN, metrics = self.own.score(rows, blocks, self.state)
-            own_RAN = own_RAN.to(self.args.device)
-            for name, value in metrics.items():
+        own = None if self.own is None else self.own.score(rows, blocks, self.state)
+        if own is not None:
+            for name, value in own.metrics.items():
                 self._own_values[name].append(value)
+        own_RAN = None if own is None else own.total_RAN.to(self.args.device)
         with self.accelerator.autocast():
             rollout = score(
                 self.feature_model, batch, blocks, ebft, self.attention, own_RAN=own_RAN, **self.execution
             )
-        return Scored(candidates, batch, rollout)
+        return Scored(candidates, batch, rollout, {} if own is None else own.columns)
 
     def _fill_places(self, scored: list[Scored]) -> list[Scored]:
         """Exchange groups without a signal for stand-ins, and score what has changed again."""
