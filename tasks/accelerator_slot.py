@@ -29,6 +29,12 @@ def accelerator_slot() -> Iterator[None]:
         yield
 
 
+def count_slots() -> int:
+    """How many runs may compute at a time: the limit's size, or 1 where there is no such limit."""
+    with get_client(sync_client=True) as client:
+        return client.read_global_concurrency_limit_by_name(SLOT).limit if _exists(client) else 1
+
+
 def create_slot(api: str) -> None:
     """Create the limit at a Prefect server; one that exists keeps its size."""
     with temporary_settings({PREFECT_API_URL: api}), get_client(sync_client=True) as client:

@@ -23,7 +23,7 @@ from ebft_core.manifests import StageRef, read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from ebft_core.stage_runner import record_stage
 from tasks.observe import forward, notify
-from tasks.supervise import StageFailed, StagePreempted, stage_command, supervise
+from tasks.supervise import STOPPING, StageFailed, StagePreempted, stage_command, supervise
 from tasks.transient import TransientError
 
 P = ParamSpec("P")
@@ -36,7 +36,7 @@ _PROGRESS_EVERY_SECONDS = 2.0
 
 def is_transient(task_: Task[..., Any], task_run: TaskRun, state: State[Any]) -> bool:
     """Retry what may go better next time; never what the user has to mend."""
-    return isinstance(state.data, StageFailed | StagePreempted | TransientError)
+    return not STOPPING.is_set() and isinstance(state.data, StageFailed | StagePreempted | TransientError)
 
 
 def stage_task(name: str, *tags: str) -> Callable[[Callable[P, R]], Task[P, R]]:

@@ -12,8 +12,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,11 @@ POLL_SECONDS = 0.2
 _TAIL_LINES = 20
 
 EventCallback = Callable[[Mapping[str, Any]], None]
+
+STOPPING = threading.Event()
+"""Set when this process is to end: an interrupt reaches the main thread only; stages may run in others."""
+
+_ENVIRONMENT: ContextVar[Mapping[str, str] | None] = ContextVar("ebft_stage_environment", default=None)
 
 
 class StageFailed(Exception):  # noqa: N818 (the name of the outcome)
@@ -79,7 +86,7 @@ def supervise(
 
     Raises:
         StageRefused: exit 78.
-        StagePreempted: exit 75.
+        StagePreempted: exit 75, or this process is to end.
         StageFailed: anything else but 0.
     """
     reader = EventReader(run_dir / "events" / f"{stage}.jsonl")
@@ -94,12 +101,24 @@ def supervise(
             on_event(event)
 
     log = run_dir / "logs" / f"{stage}.err.log"
-    with child_process(command, log, cwd, grace_seconds, environment) as process:
+    variables = {**(_ENVIRONMENT.get() or {}), **(environment or {})}
+    with child_process(command, log, cwd, grace_seconds, variables) as process:
         while not ended(process):
             pump()
-            time.sleep(POLL_SECONDS)
+            if STOPPING.wait(POLL_SECONDS):
+                raise StagePreempted(f"stage {stage} was stopped with its parent")
     pump()
     check_exit(stage, process.returncode, last_error, log)
+
+
+@contextlib.contextmanager
+def stage_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Add variables to the environment of every stage program that this thread starts inside the block."""
+    token = _ENVIRONMENT.set(variables)
+    try:
+        yield
+    finally:
+        _ENVIRONMENT.reset(token)
 
 
 def check_exit(stage: str, code: int, last_error: Mapping[str, Any], log: Path) -> None:

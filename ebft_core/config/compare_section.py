@@ -11,7 +11,7 @@ GridValue = bool | int | float | str | list[float] | list[str] | None
 
 
 class CompareConfig(Section):
-    """What `ebft compare` puts side by side (docs, *Compare and sweep*). No key shapes a training of its own."""
+    """What `ebft compare` puts side by side (docs, *Compare and sweep*). It shapes no run of its own."""
 
     arms: list[str] = Field(default=["base", "sft", "ebft", "ebft+ce"], min_length=1)
     """Which of the arms `base`, `sft`, `ebft`, `ebft+ce` and `sft+ebft`; the base is always measured."""
@@ -29,4 +29,4 @@ class SweepConfig(Section):
     metric: str = "cfm"
     """Metric of the evaluation by which the best combination is chosen."""
     parallel: PositiveInt | None = None
-    """Trainings at a time; unset: the size of Prefect's limit `ebft-accelerator`, or 1 where there is none."""
+    """Trainings at a time; unset: the size of Prefect's limit `ebft-accelerator`, or 1 if there is none."""

@@ -63,6 +63,11 @@ def parse_config(mapping: Mapping[str, Any], *, origin: str = NO_ORIGIN) -> RunC
     return _validate(Source(mapping, origin))
 
 
+def with_overrides(mapping: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """The content of a run file with values changed as `load_config` changes them. Raises UserErrors."""
+    return _apply_overrides(mapping, overrides)[0]
+
+
 def config_advice(config: RunConfig) -> list[str]:
     """Sentences about settings that are allowed but probably not meant."""
     return [f"{problem.keys[0]}: {problem.what}" for problem in advice(config)]
