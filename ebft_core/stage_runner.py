@@ -32,6 +32,7 @@ from ebft_core.runs import JOURNAL, RunPlan, StagePlan, code_digest, read_plan
 from ebft_core.stop import StopSignal, install_stop
 from ebft_core.storage.archive import Archive, open_archive
 from ebft_core.storage.folders import Interrupted
+from ebft_core.storage.run_copies import fetch_checkpoint, forget_checkpoint, kept_checkpoints
 from ebft_core.storage.store import StorageTrouble
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,7 @@ STAGE_MODULES: Mapping[str, str] = {
     "train": "ebft_core.stages.train_policy",
     "merge": "ebft_core.stages.merge_adapter",
     "evaluate": "ebft_core.stages.evaluate_model",
+    "compare": "ebft_core.stages.compare_arms",
 }
 
 
@@ -127,10 +129,13 @@ def run_stage(
     with _stage_lock(stage, events, stop):
         archive = _archive(plan, run_dir, stop)
         ref = verify_folder(stage.output) or (_restore(archive, stage, run_dir, events) if archive else None)
-        ref = ref or _run_locked(plan, stage, run_dir, events, stop, modules[name])
+        if ref is None:
+            with _copied_checkpoints(archive, stage, run_dir, events):
+                ref = _run_locked(plan, stage, run_dir, events, stop, modules[name])
         record_stage(run_dir, stage, ref)
         if archive is not None:
             events.message(archive.push(stage))
+            forget_checkpoint(archive, stage)
     return ref
 
 
@@ -152,6 +157,28 @@ def _restore(archive: Archive, stage: StagePlan, run_dir: Path, events: EventWri
         record_stage(run_dir, stage, ref)  # brings its journal, before anything is said in this one
         events.message(f"stage {stage.name} was fetched from the archive {archive.location}")
     return ref
+
+
+@contextlib.contextmanager
+def _copied_checkpoints(
+    archive: Archive | None, stage: StagePlan, run_dir: Path, events: EventWriter
+) -> Iterator[None]:
+    """Go on from the archive's checkpoint where there is no work here; keep its copy up to date."""
+    if archive is None:
+        yield
+        return
+    try:
+        checkpoint = fetch_checkpoint(archive, stage)
+    except Interrupted:
+        raise Preempted("while a checkpoint was being fetched from the archive") from None
+    except StorageTrouble as trouble:
+        checkpoint = None
+        events.message(f"the checkpoint cannot be fetched from the archive: {trouble.reason}")
+    if checkpoint is not None:
+        events.message(f"{checkpoint} was fetched from the archive {archive.location}")
+    minutes = load_config(run_dir / "config.yaml").storage.checkpoint_minutes
+    with kept_checkpoints(archive, stage, minutes):
+        yield
 
 
 def record_stage(run_dir: Path, stage: StagePlan, ref: StageRef) -> None:
