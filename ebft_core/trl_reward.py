@@ -25,6 +25,7 @@ from ebft_core.losses import cfm
 from ebft_core.model_parts import unwrap_adapters
 from ebft_core.models import freeze_copy
 from ebft_core.rewards import group_rewards, valid_groups
+from ebft_core.whitening import precision_of
 
 if TYPE_CHECKING:
     from ebft_core.tokenizer import Tokenizer
@@ -200,7 +201,7 @@ class FeatureReward:
             whitening=config.whitening,
             alignment_coef=config.alignment_coef,
             diversity_coef=config.diversity_coef,
-            whiten_tol=max(config.whiten_tol, torch.finfo(parameter.dtype).eps),
+            whiten_tol=max(config.whiten_tol, precision_of(phi_RND, parameter)),
         )
         valid_R = valid_groups(phi_RND, target_RD)
         columns = (rewards.alignment.mean(-1), rewards.diversity.mean(-1), cfm(phi_RND, target_RD).unbiased)

@@ -34,6 +34,18 @@ class Whitened(NamedTuple):
     similarity: Tensor
 
 
+def precision_of(features: Tensor, parameter: Tensor) -> float:
+    """Relative precision of features: their own, or that of the network that made them if it is coarser.
+
+    Args:
+        parameter: any one of the network; under autocast, float32 weights are multiplied more coarsely.
+    """
+    dtypes, kind = [features.dtype, parameter.dtype], parameter.device.type
+    if torch.is_autocast_enabled(kind):
+        dtypes.append(torch.get_autocast_dtype(kind))
+    return max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
 def gram_of(phi: Tensor, target: Tensor) -> Tensor:
     """Inner products of the rows of `[phi; target]`, `(*, N+1, N+1)` float64, the target last.
 

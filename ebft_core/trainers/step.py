@@ -25,6 +25,7 @@ from ebft_core.model_parts import adapters_disabled, evaluation_mode
 from ebft_core.rewards import rewards_from_gram, valid_grams
 from ebft_core.rows import RowBatch
 from ebft_core.samplers.strided import rollout
+from ebft_core.whitening import precision_of
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def score(
         alignment_coef=config.alignment_coef,
         diversity_coef=config.diversity_coef,
         # The products are exact, but no more precise than the network that made the features.
-        whiten_tol=max(config.whiten_tol, _precision_of(parameter), torch.finfo(states.samples[0].dtype).eps),
+        whiten_tol=max(config.whiten_tol, precision_of(states.samples[0], parameter)),
     )
     anchor_RA = batch.anchors_RA != NO_ANCHOR
     valid_RA = valid_grams(gram_RAMM) & anchor_RA
@@ -154,14 +155,6 @@ def score(
         valid_RA=valid_RA,
         anchor_RA=anchor_RA,
     )
-
-
-def _precision_of(parameter: Tensor) -> float:
-    """Relative precision of a network's forward pass: autocast rounds what float32 weights multiply."""
-    kind, coarsest = parameter.device.type, torch.finfo(parameter.dtype).eps
-    if torch.is_autocast_enabled(kind):
-        coarsest = max(coarsest, torch.finfo(torch.get_autocast_dtype(kind)).eps)
-    return coarsest
 
 
 def token_terms(
