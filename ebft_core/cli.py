@@ -194,7 +194,7 @@ def evaluate(
         commands.evaluate(model, baseline, run, output=output, as_json=json_)
 
 
-archive = typer.Typer(no_args_is_help=True, help="The archive of a run (`storage.archive`).")
+archive = typer.Typer(no_args_is_help=True, help="A run in its archive.")
 app.add_typer(archive, name="archive")
 RunDirArgument = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="Folder of a planned run.")]
 

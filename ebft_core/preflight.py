@@ -11,7 +11,6 @@ from pathlib import Path
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from ebft_core.runs import RunPlan
-from ebft_core.storage.archive import WHERE as ARCHIVE
 from ebft_core.storage.archive import open_archive
 
 _GB = 1e9
@@ -35,7 +34,7 @@ def check_preflight(config: RunConfig, plan: RunPlan) -> None:
     check_disk(config, plan)
     archive = open_archive(config, plan)
     if archive is not None:
-        archive.store.check(ARCHIVE, write=True)
+        archive.store.check(archive.where, write=True)
 
 
 def check_workspace(workspace: Path) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
+from flows import registry_commands  # noqa: F401 (its commands are installed by the import)
 from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
@@ -61,12 +62,16 @@ def up(
     ] = Path("runs"),
     prefect_port: Annotated[int, typer.Option("--prefect-port", help="Port of Prefect.")] = PREFECT_PORT,
     mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of MLflow.")] = MLFLOW_PORT,
+    artifacts: Annotated[
+        str | None,
+        typer.Option("--artifacts", help="`s3://bucket/prefix` for MLflow's artifacts; unset: a folder."),
+    ] = None,
 ) -> None:
     """Start a Prefect server, an MLflow server, a worker and the deployments; Ctrl-C stops them all."""
     with exit_codes():
         from flows.up import serve
 
-        serve(workspace.expanduser().resolve(), prefect_port, mlflow_port)
+        serve(workspace.expanduser().resolve(), prefect_port, mlflow_port, artifacts)
 
 
 def main() -> None:

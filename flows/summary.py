@@ -59,8 +59,8 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
         version = read_meta(published)
         places["registered"] = f"{version['name']} version {version['version']}, alias {version['alias']}"
     config = load_config(plan.run_dir / "config.yaml")
-    if config.storage.archive is not None:
-        places["archive"] = _archive_line(config.storage.archive, plan)
+    if config.archive is not None:
+        places["archive"] = _archive_line(config.archive, plan)
     uri = tracking_uri(config, plan.workspace)
     note = json.loads((plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
     page = f"#/experiments/{note.get('experiment_id')}/runs/{note.get('run_id')}"

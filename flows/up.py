@@ -11,8 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
+from ebft_core.config import StorageConfig
+from ebft_core.config.storage_section import S3
 from ebft_core.errors import UserError
 from ebft_core.preflight import check_workspace
+from ebft_core.storage.store import open_store
 from flows.environment import quiet_libraries
 from flows.stopping import sigterm_as_interrupt
 from tasks.services import (
@@ -33,11 +36,12 @@ DEPLOYMENTS = "prefect.yaml"
 _COMMAND_SECONDS = 120.0
 
 
-def serve(workspace: Path, prefect_port: int, mlflow_port: int) -> None:
+def serve(workspace: Path, prefect_port: int, mlflow_port: int, artifacts: str | None = None) -> None:
     """Run everything until Ctrl-C or SIGTERM.
 
     Raises:
-        UserError: no `prefect.yaml` here, a port is taken, or one of the programs does not start or dies.
+        UserError: no `prefect.yaml` here, `artifacts` cannot be written, a port is taken,
+            or one of the programs does not start or dies.
     """
     if not Path(DEPLOYMENTS).is_file():
         raise UserError(
@@ -47,18 +51,31 @@ def serve(workspace: Path, prefect_port: int, mlflow_port: int) -> None:
             hint="start `ebft up` in the folder of the repository",
         )
     check_workspace(workspace)
+    if artifacts is not None:
+        check_artifacts(artifacts)
     check_port(prefect_port, "--prefect-port")
     check_port(mlflow_port, "--mlflow-port")
     quiet_libraries()
     sigterm_as_interrupt()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt):
-        _serve(workspace, prefect_port, mlflow_port, console)
+        _serve(workspace, (prefect_port, mlflow_port), artifacts, console)
     console.print("all stopped")
 
 
-def _serve(workspace: Path, prefect_port: int, mlflow_port: int, console: Console) -> None:
-    prefect, mlflow = prefect_server(workspace, prefect_port, ui=True), mlflow_server(workspace, mlflow_port)
+def check_artifacts(location: str) -> None:
+    """Raise UserError unless `s3://bucket/prefix` can be written with the credentials of the environment."""
+    if not location.startswith(S3):
+        raise UserError(
+            "no such place for artifacts", where="--artifacts", value=location, expected="s3://bucket/prefix"
+        )
+    open_store(location, StorageConfig()).check("--artifacts", write=True)
+
+
+def _serve(workspace: Path, ports: tuple[int, int], artifacts: str | None, console: Console) -> None:
+    prefect_port, mlflow_port = ports
+    prefect = prefect_server(workspace, prefect_port, ui=True)
+    mlflow = mlflow_server(workspace, mlflow_port, artifacts)
     api = prefect.env["PREFECT_API_URL"]
     worker = worker_service(workspace, api)
     with contextlib.ExitStack() as stack:

@@ -29,6 +29,7 @@ from ebft_core.config import RunConfig
 from ebft_core.config.redaction import redact, redact_text
 from ebft_core.manifests import write_json_atomic
 from ebft_core.runs import RunPlan
+from tasks.mlflow_uri import reach_artifacts
 
 RUN_UID = "ebft.run_uid"
 _PARAM_SECTIONS = ("model", "data", "ebft", "trainer", "lora", "evaluate")
@@ -61,6 +62,7 @@ class MlflowStore:
         self.uri = uri
         self.plan = plan
         self.config = config
+        reach_artifacts(config)
         self.client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         self._note = plan.run_dir / "tracking.json"
 
@@ -78,6 +80,8 @@ class MlflowStore:
                 self._experiment_id(), tags=all_tags, run_name=self.plan.run_dir.name
             )
         run_id = str(run.info.run_id)
+        for key, value in tags.items():  # who started it this time: the flow run, the parent
+            self.set_tag(run_id, key, value)
         self.client.update_run(run_id, status="RUNNING")
         self._log_inputs(run_id)
         write_json_atomic(self._note, {**note, "run_id": run_id, "experiment_id": run.info.experiment_id})
@@ -149,8 +153,9 @@ class MlflowStore:
         experiment = self.client.get_experiment_by_name(name)
         if experiment is not None:
             return str(experiment.experiment_id)
-        local = self.uri.startswith("sqlite:")
-        location = (self.plan.workspace / "mlartifacts").as_uri() if local else None
+        location = self.config.tracking.artifact_location
+        if location is None and self.uri.startswith("sqlite:"):
+            location = (self.plan.workspace / "mlartifacts").as_uri()
         try:
             return str(self.client.create_experiment(name, artifact_location=location))
         except MlflowException as error:

@@ -105,11 +105,16 @@ def prefect_server(workspace: Path, port: int, *, ui: bool) -> Service:
     return Service("Prefect server", command, workspace / "services" / "prefect.log", health, env)
 
 
-def mlflow_server(workspace: Path, port: int) -> Service:
-    """An MLflow server on the workspace's database; artifacts are read from and written to its folder."""
+def mlflow_server(workspace: Path, port: int, artifacts: str | None = None) -> Service:
+    """An MLflow server on the workspace's database.
+
+    New experiments keep their artifacts at `artifacts` (`s3://bucket/prefix`), else in the workspace. Runs
+    write them there themselves.
+    """
+    artifacts = artifacts or (workspace / "mlartifacts").as_uri()
     command = [sys.executable, "-m", "mlflow", "server", "--host", HOST, "--port", str(port)]
     command += ["--backend-store-uri", f"sqlite:///{workspace / 'mlflow.db'}", "--workers", "1"]
-    command += ["--default-artifact-root", (workspace / "mlartifacts").as_uri(), "--no-serve-artifacts"]
+    command += ["--default-artifact-root", artifacts, "--no-serve-artifacts"]
     return Service(
         "MLflow server", command, workspace / "services" / "mlflow.log", f"http://{HOST}:{port}/health"
     )

@@ -12,7 +12,8 @@ from ebft_core.config import RunConfig, load_config, parse_config
 from ebft_core.errors import UserError
 from ebft_core.lease import hold_lease
 from ebft_core.preflight import check_preflight
-from ebft_core.runs import RunPlan, plan_run, write_run_folder
+from ebft_core.runs import RunPlan, plan_run
+from tasks.archived_run import archived_run
 from tasks.mlflow_uri import tracking_uri
 from tasks.tracking import tracked_run
 
@@ -60,10 +61,12 @@ def started_run(
     """
     resolved = read_config(config, overrides)
     plan, uri = check_start(resolved)
-    with hold_lease(plan.run_dir):
-        write_run_folder(plan, resolved)
-        with tracked_run(plan, resolved, uri, tags) as tracker:
-            yield StartedRun(resolved, plan, uri, tracker)
+    with (
+        hold_lease(plan.run_dir),
+        archived_run(plan, resolved),
+        tracked_run(plan, resolved, uri, tags) as tracker,
+    ):
+        yield StartedRun(resolved, plan, uri, tracker)
 
 
 def check_start(config: RunConfig) -> tuple[RunPlan, str]:

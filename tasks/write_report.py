@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from prefect import task
 from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
-from prefect.logging import get_run_logger
 
-from ebft_core.config import load_config
 from ebft_core.manifests import write_text_atomic
-from ebft_core.runs import read_plan
-from ebft_core.storage.archive import open_archive
 from tasks.observe import notify
 from tasks.report import build_report
 from tasks.stage_task import artifact_key
@@ -33,8 +30,4 @@ def write_report(run_dir: str) -> str:
     write_text_atomic(path, build_report(Path(run_dir)))
     create_markdown_artifact(f"[report]({path.as_uri()}): `{path}`", key=f"{artifact_key('report')}-link")
     notify("report", "done")
-    config = load_config(Path(run_dir) / "config.yaml")
-    archive = open_archive(config, read_plan(Path(run_dir)))
-    if archive is not None:
-        get_run_logger().info("%s", archive.push_report())
     return str(path)

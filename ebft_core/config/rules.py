@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ebft_core.config.problem import Problem
 from ebft_core.config.promotion_rules import PROMOTION_RULES
+from ebft_core.config.retrain_rules import RETRAIN_RULES
 from ebft_core.config.schema import FromScratchConfig, RunConfig
 from ebft_core.config.structured_rules import STRUCTURED_RULES
 from ebft_core.config.tasks_rules import TASKS_RULES
@@ -17,6 +18,7 @@ from ebft_core.config.tasks_rules import TASKS_RULES
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
+_BUCKET = re.compile(r"^s3://[^/]+(/.*)?$")
 _SMALLEST_BPE = 258  # 256 bytes and the two special tokens
 
 
@@ -322,8 +324,16 @@ def _lora(config: RunConfig) -> Iterator[Problem]:
 
 def _places(config: RunConfig) -> Iterator[Problem]:
     workspace, uri = config.workspace, config.tracking.mlflow_uri
-    if not workspace.strip() or _SCHEME.match(workspace):
-        yield Problem(("workspace",), "the workspace must be a local folder", workspace, "a path")
+    if not workspace.strip() or (_SCHEME.match(workspace) and not _BUCKET.match(workspace)):
+        expected = "a path, or `s3://bucket/prefix`"
+        yield Problem(("workspace",), "no such kind of workspace", workspace, expected)
+    if _BUCKET.match(workspace) and config.storage.archive is not None:
+        yield Problem(
+            ("workspace", "storage.archive"),
+            "the archive is given twice",
+            config.storage.archive,
+            "`storage.archive: null`: a workspace on S3 is the archive itself",
+        )
     scheme = _SCHEME.match(uri) if uri is not None else None
     if uri is not None and uri != "databricks" and (scheme is None or scheme.group(1) == "file"):
         yield Problem(
@@ -348,6 +358,7 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _lora,
     _places,
     *PROMOTION_RULES,
+    *RETRAIN_RULES,
     *STRUCTURED_RULES,
     *TASKS_RULES,
 )

@@ -17,6 +17,7 @@ from ebft_core.config.evaluate_section import EvaluateConfig
 from ebft_core.config.health_section import HealthConfig
 from ebft_core.config.promotion_section import PromotionConfig
 from ebft_core.config.retention_section import RetentionConfig
+from ebft_core.config.retrain_section import RetrainConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
 from ebft_core.config.storage_section import S3, StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
@@ -235,8 +236,8 @@ class TrackingConfig(Section):
     experiment: str = "ebft"
     """Experiment that holds the runs."""
     artifact_location: str | None = Field(default=None, pattern=r"^s3://[^/]+(/.*)?$")
-    """`s3://bucket/prefix` for the artifacts of the experiment, used when the experiment is made. Unset: where
-    the tracking server keeps them; without a server, a folder of the workspace."""
+    """`s3://bucket/prefix` for the artifacts of the experiment, used when the experiment is made. Unset:
+    where the tracking server keeps them; without a server, a folder of the workspace."""
     tags: dict[str, str] = Field(default_factory=dict)
     """Extra tags of the MLflow run."""
 
@@ -264,6 +265,7 @@ class RunConfig(Section):
     sweep: SweepConfig = SweepConfig()
     publish: PublishConfig = PublishConfig()
     promotion: PromotionConfig = PromotionConfig()
+    retrain: RetrainConfig = RetrainConfig()
     tracking: TrackingConfig = TrackingConfig()
     storage: StorageConfig = StorageConfig()
     retention: RetentionConfig = RetentionConfig()

@@ -120,7 +120,7 @@ class Remote:
 
 def remote_of(config: RunConfig) -> Remote:
     """The run's way to sources on S3: its `storage` section, and the folder `sources` of its workspace."""
-    return Remote(config.storage, Path(config.workspace).expanduser().absolute() / "sources")
+    return Remote(config.storage, Path(config.local_workspace).expanduser().absolute() / "sources")
 
 
 @contextmanager

@@ -83,7 +83,7 @@ def check_data_and_disk(config: RunConfig) -> Check:
         plan = plan_run(config)
         check_preflight(config, plan)
         done = sum(stage.state == "done" for stage in plan.stages)
-        archive = "" if config.storage.archive is None else ", the archive can be written"
+        archive = "" if config.archive is None else ", the archive can be written"
         state = f"{done} of {len(plan.stages)} stages done"
         detail = f"sources found, disk suffices{archive}, {state}"
         return Check("data and disk", "ok", detail)

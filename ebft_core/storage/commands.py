@@ -9,7 +9,8 @@ import typer
 from ebft_core.config import load_config
 from ebft_core.errors import ExitCode, UserError
 from ebft_core.runs import RunPlan, read_plan
-from ebft_core.storage.archive import ARCHIVED, WHERE, Archive, archive_notes, open_archive
+from ebft_core.storage.archive import Archive, archive_notes, open_archive
+from ebft_core.storage.run_copies import push_run
 from ebft_core.storage.store import StorageTrouble
 
 
@@ -20,11 +21,10 @@ def push(run_dir: Path) -> ExitCode:
         UserError: not a run folder, a run without an archive, or an archive that cannot be reached.
     """
     plan, archive = _open(run_dir)
-    archive.store.check(WHERE, write=True)
-    for name in ARCHIVED:
-        typer.echo(archive.push(plan.stage(name)))
-    if (plan.run_dir / "report.html").is_file():
-        typer.echo(archive.push_report())
+    archive.store.check(archive.where, write=True)
+    for stage in archive.stages:
+        typer.echo(archive.push(stage))
+    typer.echo(push_run(archive))
     failed = any(note.error for note in archive_notes(plan.run_dir))
     return ExitCode.INTERNAL if failed else ExitCode.DONE
 
@@ -43,11 +43,11 @@ def status(run_dir: Path) -> None:
 
 def survey(archive: Archive) -> dict[str, bool]:
     """`Archive.survey`, after a look whether the archive can be read. Raises UserError."""
-    archive.store.check(WHERE, write=False)
+    archive.store.check(archive.where, write=False)
     try:
         return archive.survey()
     except StorageTrouble as trouble:
-        raise UserError("the archive does not answer", where=WHERE, hint=trouble.reason) from trouble
+        raise UserError("the archive does not answer", where=archive.where, hint=trouble.reason) from trouble
 
 
 def _open(run_dir: Path) -> tuple[RunPlan, Archive]:
@@ -56,7 +56,7 @@ def _open(run_dir: Path) -> tuple[RunPlan, Archive]:
     if archive is None:
         raise UserError(
             "the run has no archive",
-            where=WHERE,
+            where="storage.archive",
             expected="s3://bucket/prefix or a folder",
             hint="start the run again with --set storage.archive=…: finished stages are skipped",
         )

@@ -24,6 +24,8 @@ from ebft_core.manifests import digest_json, sha256_file, write_json_atomic
 from ebft_core.storage.store import Entry, StorageTrouble, Store, fetch, retried
 
 BLOBS, SETS = "blobs/", "sets/"
+FRESH_SECONDS = 24 * 3600.0
+"""A blob that is older is sent again before a set names it: one that no set names may be removed then."""
 _SCHEMA = "ebft.set/1"
 
 
@@ -46,14 +48,20 @@ class Folders:
         store: where.
         config: how many at a time, and for how long.
         stopped: looked at before every file.
+        seconds: for how long, instead of `config.deadline_minutes`.
     """
 
     def __init__(
-        self, store: Store, config: StorageConfig, *, stopped: Callable[[], bool] = lambda: False
+        self,
+        store: Store,
+        config: StorageConfig,
+        *,
+        stopped: Callable[[], bool] = lambda: False,
+        seconds: float | None = None,
     ) -> None:
         self.store = store
         self._parallel = config.parallel
-        self._seconds = 60.0 * config.deadline_minutes
+        self._seconds = 60.0 * config.deadline_minutes if seconds is None else seconds
         self._stopped = stopped
 
     def put(self, folder: Path, name: str, facts: Mapping[str, Any]) -> int:
@@ -112,8 +120,9 @@ class Folders:
     def _put_blob(self, entry: Entry, path: Path) -> int:
         assert entry.sha256 is not None  # hashed above
         name = BLOBS + entry.sha256
-        found = self.store.stat(name)
-        if found is not None and (found.bytes, found.sha256) == (entry.bytes, entry.sha256):
+        there = self.store.stat(name)
+        same = there is not None and (there.bytes, there.sha256) == (entry.bytes, entry.sha256)
+        if there is not None and same and time.time() - there.written < FRESH_SECONDS:
             return 0
         self.store.put(name, path, entry.sha256)
         return entry.bytes

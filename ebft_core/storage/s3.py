@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
 from http import HTTPStatus
 from pathlib import Path
@@ -35,15 +35,16 @@ class S3Store:
     Args:
         location: bucket and prefix.
         config: endpoint, region, checksum mode.
+        attempts: how often a single request is tried.
     """
 
-    def __init__(self, location: str, config: StorageConfig) -> None:
+    def __init__(self, location: str, config: StorageConfig, *, attempts: int = ATTEMPTS) -> None:
         bucket, _, prefix = location.removeprefix(S3).partition("/")
         self.bucket = bucket
         self.prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.location = f"{S3}{bucket}/{self.prefix}".rstrip("/")
         self._config = config
-        self._client = _client(config, attempts=ATTEMPTS)
+        self._client = _client(config, attempts=attempts)
 
     def check(self, where: str, *, write: bool) -> None:
         """See `Store`; says within seconds what is wrong: credentials, bucket, access or address."""
@@ -63,8 +64,11 @@ class S3Store:
                 Bucket=self.bucket, Prefix=self.prefix + prefix
             )
             found = [item for page in pages for item in page.get("Contents", [])]
-        names = ((item["Key"].removeprefix(self.prefix), item["Size"]) for item in found)
-        return sorted((Entry(name, size) for name, size in names), key=lambda entry: entry.name)
+        entries = (
+            Entry(item["Key"].removeprefix(self.prefix), item["Size"], None, item["LastModified"].timestamp())
+            for item in found
+        )
+        return sorted(entries, key=lambda entry: entry.name)
 
     def stat(self, name: str) -> Entry | None:
         """See `Store`."""
@@ -80,34 +84,61 @@ class S3Store:
         metadata = {
             key.lower(): value for key, value in head["Metadata"].items()
         }  # some services write Sha256
-        return Entry(name, head["ContentLength"], metadata.get(SHA256))
+        return Entry(name, head["ContentLength"], metadata.get(SHA256), head["LastModified"].timestamp())
 
     def put(self, name: str, path: Path, sha256: str) -> None:
         """See `Store`; in several parts where the file is large."""
+        key, metadata = self.prefix + name, {SHA256: sha256}
         with self._trouble(name):
-            extra = {"Metadata": {SHA256: sha256}}
-            self._client.upload_file(
-                str(path), self.bucket, self.prefix + name, ExtraArgs=extra, Config=_transfer()
-            )
+            if path.stat().st_size <= _PART_BYTES:
+                self._client.put_object(
+                    Bucket=self.bucket, Key=key, Body=path.read_bytes(), Metadata=metadata
+                )
+                return
+            extra = {"Metadata": metadata}
+            self._client.upload_file(str(path), self.bucket, key, ExtraArgs=extra, Config=_transfer())
 
     def get(self, name: str, path: Path) -> None:
+        """See `Store`; in several parts where the object is large."""
+        key = self.prefix + name
+        with self._trouble(name):
+            found = self._client.get_object(Bucket=self.bucket, Key=key)
+            with found["Body"] as body:
+                if found["ContentLength"] <= _PART_BYTES:
+                    path.write_bytes(body.read())
+                    return
+            self._client.download_file(self.bucket, key, str(path), Config=_transfer())
+
+    def delete(self, name: str) -> None:
         """See `Store`."""
         with self._trouble(name):
-            self._client.download_file(self.bucket, self.prefix + name, str(path), Config=_transfer())
+            self._client.delete_object(Bucket=self.bucket, Key=self.prefix + name)
+
+    def stale(self) -> list[str]:
+        """See `Store`."""
+        return [upload["Key"].removeprefix(self.prefix) for upload in self._stale_uploads()]
 
     def abort_stale(self) -> None:
-        """See `Store`. A service that cannot list its uploads is left alone."""
+        """See `Store`."""
+        for upload in self._stale_uploads():
+            try:
+                with self._trouble(upload["Key"]):
+                    self._client.abort_multipart_upload(
+                        Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
+                    )
+            except StorageTrouble as trouble:
+                logger.info("a stale upload was not aborted: %s", trouble.reason)
+
+    def _stale_uploads(self) -> Sequence[Mapping[str, Any]]:
+        """Unfinished uploads that are old; none of a service that cannot list them: it is left alone."""
         oldest = datetime.now(UTC) - timedelta(seconds=STALE_SECONDS)
         try:
             with self._trouble("unfinished uploads"):
                 listed = self._client.list_multipart_uploads(Bucket=self.bucket, Prefix=self.prefix)
-                for upload in listed.get("Uploads", []):
-                    if upload["Initiated"] < oldest:
-                        self._client.abort_multipart_upload(
-                            Bucket=self.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                        )
         except StorageTrouble as trouble:
             logger.info("stale uploads were not looked for: %s", trouble.reason)
+            return []
+        return [upload for upload in listed.get("Uploads", []) if upload["Initiated"] < oldest]
 
     @contextlib.contextmanager
     def _trouble(self, name: str) -> Iterator[None]:
@@ -135,8 +166,8 @@ def _client(config: StorageConfig, *, attempts: int) -> Any:
     )
     settings = Config(
         retries={"total_max_attempts": attempts, "mode": "standard"},
-        connect_timeout=10,
-        read_timeout=30,
+        connect_timeout=min(10.0, config.silence_seconds),
+        read_timeout=config.silence_seconds,
         max_pool_connections=config.parallel * _PART_THREADS,
         s3={"addressing_style": "path" if own_address else "auto"},
         **checksums,

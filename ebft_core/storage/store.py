@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Protocol, TypeVar
 
 from ebft_core.config import StorageConfig
+from ebft_core.config.storage_section import S3
 from ebft_core.errors import UserError
 from ebft_core.manifests import sha256_file
 
 T = TypeVar("T")
 
-S3 = "s3://"
 ATTEMPTS = 10
 STALE_SECONDS = 24 * 3600.0
 """An upload that is older and not complete is taken for abandoned."""
@@ -47,11 +47,13 @@ class StorageTrouble(Exception):  # noqa: N818 (the name of what happened)
 
 @dataclass(frozen=True)
 class Entry:
-    """A file in a store: its name, size in bytes, and hex sha256 where the store knows it."""
+    """A file in a store: its name, size in bytes, hex sha256 where the store knows it, and when it was
+    written (seconds since the epoch; 0 where nobody asked the store)."""
 
     name: str
     bytes: int
     sha256: str | None = None
+    written: float = 0.0
 
 
 class Store(Protocol):
@@ -74,16 +76,22 @@ class Store(Protocol):
     def get(self, name: str, path: Path) -> None:
         """Copy a file out of the store. The caller verifies it."""
 
+    def delete(self, name: str) -> None:
+        """Remove a file; one that is not there is no trouble."""
+
+    def stale(self) -> list[str]:
+        """Names of what uploads that never ended have left."""
+
     def abort_stale(self) -> None:
-        """Remove what uploads that never ended have left."""
+        """Remove what `stale` names."""
 
 
-def open_store(location: str, config: StorageConfig) -> Store:
-    """The store at `s3://bucket/prefix`, or in a folder."""
+def open_store(location: str, config: StorageConfig, *, attempts: int = ATTEMPTS) -> Store:
+    """The store at `s3://bucket/prefix`, or in a folder; `attempts` bounds those of a single request."""
     if location.startswith(S3):
         from ebft_core.storage.s3 import S3Store
 
-        return S3Store(location, config)
+        return S3Store(location, config, attempts=attempts)
     return FolderStore(Path(location).expanduser())
 
 
@@ -147,14 +155,15 @@ class FolderStore:
     def list(self, prefix: str) -> list[Entry]:
         """See `Store`."""
         found = (p for p in self.root.rglob("*") if p.is_file() and not p.name.startswith("."))
-        entries = [Entry(p.relative_to(self.root).as_posix(), p.stat().st_size) for p in found]
-        return sorted((e for e in entries if e.name.startswith(prefix)), key=lambda e: e.name)
+        named = ((p.relative_to(self.root).as_posix(), p.stat()) for p in found)
+        entries = (Entry(name, s.st_size, written=s.st_mtime) for name, s in named if name.startswith(prefix))
+        return sorted(entries, key=lambda entry: entry.name)
 
     def stat(self, name: str) -> Entry | None:
         """See `Store`; the digest is that of the bytes that are there."""
         path = self.root / name
         try:
-            return Entry(name, path.stat().st_size, sha256_file(path))
+            return Entry(name, path.stat().st_size, sha256_file(path), path.stat().st_mtime)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -186,11 +195,23 @@ class FolderStore:
         except OSError as error:
             raise _trouble(self.root / name, error) from error
 
+    def delete(self, name: str) -> None:
+        """See `Store`."""
+        try:
+            (self.root / name).unlink(missing_ok=True)
+        except OSError as error:
+            raise _trouble(self.root / name, error) from error
+
+    def stale(self) -> list[str]:
+        """See `Store`."""
+        oldest = time.time() - STALE_SECONDS
+        parts = (p for p in self.root.rglob(".*.part") if p.stat().st_mtime < oldest)
+        return sorted(p.relative_to(self.root).as_posix() for p in parts)
+
     def abort_stale(self) -> None:
         """See `Store`."""
-        for part in self.root.rglob(".*.part"):
-            if time.time() - part.stat().st_mtime > STALE_SECONDS:
-                part.unlink(missing_ok=True)
+        for name in self.stale():
+            self.delete(name)
 
 
 def _trouble(path: Path, error: OSError) -> StorageTrouble:

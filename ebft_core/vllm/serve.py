@@ -85,7 +85,7 @@ def serve_alone(
     stop = StopSignal()
     install_stop(stop)
     spec = make_spec(config, *(_weights(_base(config)) if model is None else _folder(model)))
-    folder = server_folder(Path(config.workspace).expanduser().resolve() / ALONE / config.name)
+    folder = server_folder(Path(config.local_workspace).expanduser().resolve() / ALONE / config.name)
     Keeper(spec, folder, events=EventWriter(None, EVENTS), stop=stop, on_ready=on_ready).run(port)
 
 
