@@ -40,7 +40,7 @@ def hold_lease(run_dir: Path) -> Iterator[None]:
         ) from None
     try:
         started = datetime.now(UTC).isoformat(timespec="seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "user": _user(), "started": started}
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "user": user_name(), "started": started}
         write_json_atomic(note, holder)
         yield
     finally:
@@ -56,7 +56,8 @@ def _holder(note: Path) -> str:
         return "a process that is just starting"
 
 
-def _user() -> str:
+def user_name() -> str:
+    """Who runs this process, for people."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container may have no name for its user id
