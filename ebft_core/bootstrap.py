@@ -4,7 +4,7 @@ Both models are measured on the same documents, so a resample draws documents an
 numbers for them: what makes a document hard for both cancels in the difference. Documents and not
 tokens or rollouts are drawn, because those of one document are not independent.
 
-Legend: D documents, B resamples.
+Legend: D documents (or problems of a task), B resamples, S statistics.
 """
 
 from __future__ import annotations
@@ -83,16 +83,50 @@ def paired_bootstrap(
         [np.asarray(a, dtype=np.float64) for a in (base_sum_D, base_weight_D, tuned_sum_D, tuned_weight_D)]
     )
     table_4D = table_4D[:, (table_4D[1] > 0) & (table_4D[3] > 0)]
-    documents = table_4D.shape[1]
     apply = transform or (lambda mean: mean)
+    return bootstrap_statistics(
+        table_4D[:2],
+        table_4D[2:],
+        lambda sums_2X: apply(sums_2X[0] / sums_2X[1]),
+        resamples=resamples,
+        confidence=confidence,
+        seed=seed,
+    )
+
+
+def bootstrap_statistics(
+    base_SD: Floats,
+    tuned_SD: Floats,
+    score: Callable[[Floats], Floats],
+    *,
+    resamples: int,
+    confidence: float,
+    seed: int,
+) -> PairedEstimate:
+    """Bootstrap any metric that is a function of sums over documents, such as BLEU.
+
+    Args:
+        base_SD, tuned_SD: S statistics of each document that add up.
+        score: from sums `(S, X)` to the metric `(X,)`.
+        resamples, confidence, seed: as for `paired_bootstrap`.
+
+    Raises:
+        ValueError: arrays of different shapes.
+    """
+    if base_SD.shape != tuned_SD.shape:
+        raise ValueError(f"statistics {base_SD.shape} and {tuned_SD.shape} are no pairs")
+    S, documents = base_SD.shape
+    table_TD = np.concatenate([base_SD, tuned_SD])  # T = 2·S
     if documents == 0:
         nan = (math.nan, math.nan)
         return PairedEstimate(math.nan, math.nan, math.nan, math.nan, nan, nan, nan, 0)
-    base, tuned = (float(value) for value in _ratios(table_4D.sum(axis=1), apply))
+    whole_T1 = table_TD.sum(axis=1, keepdims=True)
+    base, tuned = float(score(whole_T1[:S])[0]), float(score(whole_T1[S:])[0])
     if documents == 1:
         nan = (math.nan, math.nan)
         return PairedEstimate(base, tuned, tuned - base, math.nan, nan, nan, nan, 1)
-    base_B, tuned_B = _ratios(_resampled_sums(table_4D, resamples, seed), apply)
+    sums_TB = _resampled_sums(table_TD, resamples, seed)
+    base_B, tuned_B = score(sums_TB[:S]), score(sums_TB[S:])
     difference_B = tuned_B - base_B
     tail = (1.0 - confidence) / 2
 
@@ -112,20 +146,16 @@ def paired_bootstrap(
     )
 
 
-def _resampled_sums(table_4D: Floats, resamples: int, seed: int) -> Floats:
-    """Sums (4, B) over D documents drawn with replacement, B times."""
-    D = table_4D.shape[1]
+def _resampled_sums(table_TD: Floats, resamples: int, seed: int) -> Floats:
+    """Sums (T, B) over D documents drawn with replacement, B times."""
+    D = table_TD.shape[1]
     generator = np.random.default_rng(seed)
     step = max(1, RESAMPLE_ELEMENTS // D)
     parts = []
     for start in range(0, resamples, step):
         count_BD = generator.multinomial(D, np.full(D, 1.0 / D), size=min(step, resamples - start))
-        parts.append(table_4D @ count_BD.T)
+        parts.append(table_TD @ count_BD.T)
     return np.concatenate(parts, axis=1)
-
-
-def _ratios(sums_4X: Floats, apply: Callable[[Floats], Floats]) -> tuple[Floats, Floats]:
-    return apply(sums_4X[0] / sums_4X[1]), apply(sums_4X[2] / sums_4X[3])
 
 
 def _plain(value: object) -> object:

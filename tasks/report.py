@@ -13,7 +13,7 @@ import jinja2
 
 from ebft_core.base_model import read_base
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import verdict
 from ebft_core.manifests import read_meta, verify_folder
@@ -32,12 +32,8 @@ def build_report(run_dir: Path) -> str:
     """
     plan = read_plan(run_dir)
     evaluation = read_evaluation(plan)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-    )
-    return environment.get_template("report.html.j2").render(
+    template = page_environment().get_template("report.html.j2")
+    return template.render(
         plan=plan,
         made=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         evaluation=evaluation_rows(plan),
@@ -50,6 +46,15 @@ def build_report(run_dir: Path) -> str:
         stages=_stages(plan),
         digests=_digests(plan),
         config=(run_dir / "config.yaml").read_text(encoding="utf-8"),
+    )
+
+
+def page_environment() -> jinja2.Environment:
+    """What the pages are rendered in: text is escaped, and a name that nobody gives is an error."""
+    return jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
     )
 
 
@@ -76,7 +81,7 @@ def comparison_rows(metrics: Mapping[str, PairedEstimate]) -> list[dict[str, str
     """Paired estimates as rows of text; metrics without a value are left out."""
     return [
         {
-            "metric": METRICS[name].label,
+            "metric": metric_of(name).label,
             "base": f"{estimate.base:.4f}",
             "tuned": f"{estimate.tuned:.4f}",
             "difference": f"{estimate.difference:+.4f} ± {estimate.standard_error:.4f}",

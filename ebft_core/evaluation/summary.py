@@ -10,7 +10,8 @@
                         "standard_error",               of the difference
                         "interval", "base_interval", "tuned_interval",   [low, high]
                         "documents",                    resampled documents
-                        "label", "better", "per"}},     better: lower | higher | null; per: token | block
+                        "label", "better", "per"}},     better: lower | higher | null
+                                                        per: token | block | problem
      "against": {name: {"path", "metrics"}}}            further models in the place of base
 
 A number that the data do not determine (an interval over one document, CFM with one sample) is null.
@@ -23,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.metrics import metric_of
 
 SCHEMA = "ebft.evaluation/1"
 
@@ -50,7 +51,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Base and tuned model on the same held-out rows; `metrics` by the names of `METRICS`.
+    """Base and tuned model on the same held-out rows; `metrics` by the names that `metric_of` knows.
 
     `against` holds the same for further models, by their names in `evaluate.against`.
     """
@@ -187,5 +188,5 @@ def _metrics_from_json(values: Mapping[str, Any]) -> dict[str, PairedEstimate]:
 
 
 def _metric_json(name: str, estimate: PairedEstimate) -> dict[str, Any]:
-    metric = METRICS[name]
+    metric = metric_of(name)
     return {**estimate.to_json(), "label": metric.label, "better": metric.better, "per": metric.per}

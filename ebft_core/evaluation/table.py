@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import METRICS
+from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.summary import Evaluation
 
 
@@ -35,7 +35,7 @@ def _table(title: str, other: str, metrics: Mapping[str, PairedEstimate], captio
             continue
         error = "" if math.isnan(estimate.standard_error) else f" ± {estimate.standard_error:.4f}"
         table.add_row(
-            METRICS[name].label,
+            metric_of(name).label,
             f"{estimate.base:.4f}",
             f"{estimate.tuned:.4f}",
             f"{estimate.difference:+.4f}{error}",
@@ -50,7 +50,7 @@ def verdict(name: str, estimate: PairedEstimate) -> Text:
     if not (low > 0 or high < 0):
         return Text("-", style="dim")
     arrow = "▲" if estimate.difference > 0 else "▼"
-    better = METRICS[name].better
+    better = metric_of(name).better
     if better is None:
         return Text(arrow)
     improved = (estimate.difference > 0) == (better == "higher")
