@@ -18,8 +18,10 @@ from ebft_core.own_rewards import OwnRewards
 from ebft_core.samplers.generate import GenerateSampler
 from ebft_core.samplers.protocol import Sampler
 from ebft_core.samplers.vllm import VLLMSampler, connect
-from ebft_core.stage_runner import StageContext
+from ebft_core.stage_runner import Preempted, StageContext
+from ebft_core.stop import Interrupted
 from ebft_core.trainers.own import OwnScorer
+from ebft_core.vllm.client import VLLMClient
 from ebft_core.vllm.model_sync import ModelPublisher
 from ebft_core.vllm.state import ServerState, read_state, server_folder
 from ebft_core.vllm.sync import AdapterPublisher, Publisher
@@ -44,29 +46,40 @@ def generation(
 
     Raises:
         UserError: the run has no server, or it cannot be given the policy's weights.
+        Preempted: asked to stop while waiting for the server.
     """
     config = context.config
     stops = read_stop_token_ids(context.inputs["tokenize"])
     if not config.rollout.use_vllm:
         yield Generation(GenerateSampler(policy, config, stops), None)
         return
-    folder = server_folder(context.run_dir)
-    state = _server(folder)
-    client = connect(state.url, state.model_name, config)
+    state = _server(server_folder(context.run_dir))
+    with contextlib.closing(connect(state.url, state.model_name, config)) as client:
+        try:
+            with context.stop.interruptible():  # a server that is being restarted is waited for
+                publisher = _publisher(context, client, policy, tokenizer, canary_ids, attention)
+        except Interrupted:
+            raise Preempted("while the vLLM server was waited for") from None
+        with contextlib.closing(publisher):
+            yield Generation(VLLMSampler(client, config, stops, publisher), publisher)
+
+
+def _publisher(
+    context: StageContext,
+    client: VLLMClient,
+    policy: nn.Module,
+    tokenizer: Any,
+    canary_ids: Sequence[int],
+    attention: Backend,
+) -> Publisher:
+    """Adapters, or whole models where there are none."""
     # The server writes logs about adapters it cannot find: their folder must outlive neither run nor work.
     published = context.work / "published"
     canary = list(canary_ids[:CANARY_TOKENS])
-    publisher: Publisher
-    if config.lora is not None:
-        publisher = AdapterPublisher(
-            client, published, policy, canary, config, server_folder=folder, attention=attention
-        )
-    else:
-        publisher = ModelPublisher(
-            client, published, policy, tokenizer, canary, config, server_folder=folder, attention=attention
-        )
-    with contextlib.closing(client), contextlib.closing(publisher):
-        yield Generation(VLLMSampler(client, config, stops, publisher), publisher)
+    around: dict[str, Any] = {"server_folder": server_folder(context.run_dir), "attention": attention}
+    if context.config.lora is not None:
+        return AdapterPublisher(client, published, policy, canary, context.config, **around)
+    return ModelPublisher(client, published, policy, tokenizer, canary, context.config, **around)
 
 
 def own_scorer(config: RunConfig, tokenizer: Any) -> OwnScorer | None:

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ebft_core.stage_runner import Preempted
 from ebft_core.stop import StopSignal
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.vllm.client import ServerGone
-from ebft_core.vllm.state import ServerLost, read_state, server_folder
+from ebft_core.vllm.state import ServerLost, read_state, server_folder, write_state
 from tasks import provision_vllm as provision
 from tasks.supervise import child_process, ended, stage_command
 from tests.vllm_server.builders import Kept, inject, processes_with, stub_python, true_model
@@ -209,3 +210,24 @@ def test_a_cancelled_run_leaves_a_checkpoint_and_no_process(provided: Training, 
     found = newest_checkpoint(provided.plan.stage("train").work / "checkpoints")
     assert found is not None
     assert found.name == f"checkpoint-{done}"
+
+
+def test_waiting_for_a_server_that_restarts_can_be_stopped(make: Make, server: Kept) -> None:
+    run = make()
+    folder = server_folder(run.plan.run_dir)
+    folder.unlink()  # not the server of all tests
+    folder.mkdir()
+    write_state(folder, replace(server.state(), phase="restarting"))
+    stop = StopSignal()
+
+    def on_alarm(number: int, frame: object) -> None:
+        stop.request("the test says so")
+        stop.interrupt()
+
+    before = signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, 3.0)
+    try:
+        with pytest.raises(Preempted, match="while the vLLM server was waited for"):
+            run.train(stop=stop)
+    finally:
+        signal.signal(signal.SIGALRM, before)
