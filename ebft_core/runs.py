@@ -58,7 +58,7 @@ _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
         {"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every"}
     )
 }
-_NOT_OF_THE_RUN = frozenset({"workspace", "storage", "compare", "sweep"})
+_NOT_OF_THE_RUN = frozenset({"workspace", "storage", "retrain", "compare", "sweep"})
 """Sections that say where a run is, or what other runs stand beside it."""
 
 STAGES = tuple(_READS)
@@ -115,7 +115,7 @@ def plan_run(config: RunConfig) -> RunPlan:
         UserError: a source matches no file or cannot be reached, or the base model's folder is not one.
     """
     working_dir = Path.cwd()
-    workspace = (working_dir / Path(config.local_workspace).expanduser()).resolve()
+    workspace = workspace_folder(config)
     document = redact(config.model_dump(mode="json"))
     data = digest_sources(config.data.sources, remote_of(config))
     base = _base_digest(config)
@@ -138,6 +138,11 @@ def plan_run(config: RunConfig) -> RunPlan:
         base_digest=base if config.model.from_scratch is None else None,
         stages=stages,
     )
+
+
+def workspace_folder(config: RunConfig) -> Path:
+    """The workspace's folder on this machine, absolute."""
+    return (Path.cwd() / Path(config.local_workspace).expanduser()).resolve()
 
 
 def digest_inputs(config: RunConfig) -> str:

@@ -12,7 +12,7 @@ import typer
 
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
-from flows import registry_commands  # noqa: F401 (its commands are installed by the import)
+from flows import group_commands, registry_commands  # noqa: F401 (their commands are installed by the import)
 from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
@@ -38,6 +38,23 @@ def run(
         from flows.run_command import run_pipeline
 
         raise SystemExit(int(run_pipeline(config, overrides or [], resolved, json_logs=json_logs)))
+
+
+@app.command()
+def retrain(
+    config: ConfigArgument,
+    force: Annotated[bool, typer.Option("--force", help="Run and judge although nothing is new.")] = False,
+    json_logs: JsonLogsOption = False,
+    overrides: SetOption = None,
+) -> None:
+    """Retrain if there is new data; the new model becomes the champion only if the gate lets it."""
+    with exit_codes():
+        resolved = load_config(config, overrides or ())
+
+        from flows.retrain_command import retrain as run_retraining
+
+        code = run_retraining(config, overrides or [], resolved, force=force, json_logs=json_logs)
+        raise SystemExit(int(code))
 
 
 @app.command()

@@ -86,7 +86,7 @@ class Registry:
         """Every version, the newest first; none if nothing was registered under the name."""
         aliases = self._state().aliases
         found: list[ModelVersion] = []
-        with _reaching():
+        with reaching_mlflow():
             page = self.client.search_model_versions(f"name = '{self.name}'")
             found += page
             while page.token:
@@ -98,7 +98,7 @@ class Registry:
     def version(self, version: str) -> RegisteredModel:
         """One version. Raises UserError if there is none of that number."""
         aliases = self._state().aliases
-        with _reaching():
+        with reaching_mlflow():
             try:
                 return _model(self.client.get_model_version(self.name, version), aliases)
             except MlflowException as error:
@@ -178,7 +178,7 @@ class Registry:
         if decision is not None and not decision.promote:
             raise ValueError(decision.reason)
         self.check_files(version)
-        with _reaching(), champion_lock(self.client, self.name):
+        with reaching_mlflow(), champion_lock(self.client, self.name):
             state = self._state()
             champion = state.champion(self.champion_alias)
             if champion != version:
@@ -211,7 +211,7 @@ class Registry:
             )
         before, present = line[-2:]
         self.check_files(before)
-        with _reaching(), champion_lock(self.client, self.name):
+        with reaching_mlflow(), champion_lock(self.client, self.name):
             found = self.line()
             if found != line:
                 raise _another_champion(self.name, before, present, found[-1] if found else None)
@@ -223,12 +223,12 @@ class Registry:
     def note(self, version: str, tags: Mapping[str, str]) -> None:
         """Set tags of a version. Raises UserError if there is none such."""
         self.version(version)
-        with _reaching():
+        with reaching_mlflow():
             for key, value in tags.items():
                 self.client.set_model_version_tag(self.name, version, key, value)
 
     def _state(self) -> _State:
-        with _reaching():
+        with reaching_mlflow():
             try:
                 model = self.client.get_registered_model(self.name)
             except MlflowException as error:
@@ -265,7 +265,7 @@ def registered_models(uri: str) -> list[str]:
     fail_quickly()
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
     names: list[str] = []
-    with _reaching():
+    with reaching_mlflow():
         page = client.search_registered_models()
         names += [model.name for model in page]
         while page.token:
@@ -275,7 +275,8 @@ def registered_models(uri: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _reaching() -> Iterator[None]:
+def reaching_mlflow() -> Iterator[None]:
+    """Say with a TransientError that MLflow did not answer."""
     try:
         yield
     except MlflowException as error:

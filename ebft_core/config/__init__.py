@@ -18,6 +18,7 @@ from ebft_core.config.schema import (
     TrackingConfig,
     TrainerConfig,
 )
+from ebft_core.config.sft_section import SFTConfig
 from ebft_core.config.storage_section import StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 from ebft_core.config.tasks_section import SandboxConfig
@@ -34,6 +35,7 @@ __all__ = [
     "PublishConfig",
     "RolloutConfig",
     "RunConfig",
+    "SFTConfig",
     "SandboxConfig",
     "SourceConfig",
     "StorageConfig",

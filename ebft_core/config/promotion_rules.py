@@ -20,22 +20,19 @@ def _metrics(config: RunConfig) -> Iterator[Problem]:
     }
     asked |= {f"promotion.guards.{name}": name for name in promotion.guards}
     for key, name in asked.items():
-        if not _is_measured(name, config):
+        if name not in _directed(config):
             yield Problem(
                 (key,),
                 "no metric of the evaluation that can be better or worse",
                 name,
-                ", ".join([*DIRECTED, *(f"{prefix}<metric>" for prefix in _task_prefixes(config))]),
+                ", ".join(_directed(config)),
             )
 
 
-def _is_measured(name: str, config: RunConfig) -> bool:
-    """Whether the evaluation has such a metric, as far as the run file tells."""
-    return name in DIRECTED or any(name.startswith(prefix) for prefix in _task_prefixes(config))
-
-
-def _task_prefixes(config: RunConfig) -> list[str]:
-    return [f"{TASK_PREFIX}{task.name}/" for task in config.evaluate.tasks]
+def _directed(config: RunConfig) -> list[str]:
+    """The metrics that the evaluation of this run has and that can be better or worse."""
+    tasks = config.evaluate.tasks
+    return [*DIRECTED, *(f"{TASK_PREFIX}{task.name}/{name}" for task in tasks for name in task.measures)]
 
 
 def _aliases(config: RunConfig) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from ebft_core.config.retrain_rules import RETRAIN_RULES
 from ebft_core.config.schema import FromScratchConfig, RunConfig
 from ebft_core.config.structured_rules import STRUCTURED_RULES
 from ebft_core.config.tasks_rules import TASKS_RULES
+from ebft_core.config.training_rules import TRAINING_RULES
 
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
@@ -280,16 +281,8 @@ def _batch(config: RunConfig) -> Iterator[Problem]:
         )
 
 
-def _schedule(config: RunConfig) -> Iterator[Problem]:
+def _attention(config: RunConfig) -> Iterator[Problem]:
     trainer = config.trainer
-    if trainer.max_steps is not None and trainer.num_train_epochs is not None:
-        yield Problem(
-            ("trainer.max_steps", "trainer.num_train_epochs"),
-            "the length of the training is given twice",
-            f"{trainer.max_steps} steps and {trainer.num_train_epochs:g} epochs",
-            "at most one of `max_steps` and `num_train_epochs`",
-            "switch the other one off, for example with `--set trainer.num_train_epochs=null`",
-        )
     if trainer.attention == "flex" and trainer.device == "cpu":
         yield Problem(
             ("trainer.attention", "trainer.device"),
@@ -354,11 +347,12 @@ RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
     _samples,
     _objective,
     _batch,
-    _schedule,
+    _attention,
     _lora,
     _places,
     *PROMOTION_RULES,
     *RETRAIN_RULES,
     *STRUCTURED_RULES,
+    *TRAINING_RULES,
     *TASKS_RULES,
 )

@@ -19,6 +19,7 @@ from ebft_core.config.promotion_section import PromotionConfig
 from ebft_core.config.retention_section import RetentionConfig
 from ebft_core.config.retrain_section import RetrainConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
+from ebft_core.config.sft_section import SFTConfig
 from ebft_core.config.storage_section import S3, StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
@@ -168,9 +169,12 @@ class TrainerConfig(Section):
     batch_size: PositiveInt | None = None
     """Rows per optimiser step, a multiple of `micro_batch_size`. Unset: micro-batch times accumulation."""
     max_steps: PositiveInt | None = None
-    """Optimiser steps. At most one of `max_steps` and `num_train_epochs`; neither: one epoch."""
+    """Optimiser steps. At most one of `max_steps`, `num_train_epochs` and `max_seconds`; none: one epoch."""
     num_train_epochs: float | None = Field(default=None, gt=0.0)
     """Passes over the training rows."""
+    max_seconds: float | None = Field(default=None, gt=0.0)
+    """Budget of training time: the training ends with the step in which it is used. Evaluations and
+    checkpoints are not counted; the learning rate follows the share that is used."""
     precision: Literal["auto", "float32", "bfloat16"] = "auto"
     """`auto`: bfloat16 on a GPU that has it, float32 elsewhere."""
     gradient_checkpointing: bool = False
@@ -255,6 +259,7 @@ class RunConfig(Section):
     ebft: EBFTConfig = EBFTConfig()
     trainer: TrainerConfig = TrainerConfig()
     lora: LoraConfig | None = LoraConfig()
+    sft: SFTConfig | None = None
     rollout: RolloutConfig = RolloutConfig()
     vllm: VLLMConfig = VLLMConfig()
     rewards: list[OwnRewardConfig] = Field(default_factory=list)
@@ -270,7 +275,7 @@ class RunConfig(Section):
     storage: StorageConfig = StorageConfig()
     retention: RetentionConfig = RetentionConfig()
 
-    @field_validator("lora", mode="before")
+    @field_validator("lora", "sft", mode="before")
     @classmethod
     def _none_is_null(cls, value: Any) -> Any:
         """`lora: none`, as on a command line, reads as `lora: null`."""

@@ -58,6 +58,17 @@ def _sampling(config: RunConfig) -> Iterator[Problem]:
             )
 
 
+def _programs(config: RunConfig) -> Iterator[Problem]:
+    for index, task in enumerate(config.evaluate.tasks):
+        if isinstance(task, PassAtKTask) and task.chat and task.program == "continuation":
+            yield Problem(
+                (_key(index, "program"), _key(index, "chat")),
+                "an answer in a chat does not go on where the prompt ends",
+                task.program,
+                "`program: fenced`, or `chat: false`",
+            )
+
+
 def _patterns(config: RunConfig) -> Iterator[Problem]:
     for index, task in enumerate(config.evaluate.tasks):
         if not isinstance(task, ExactMatchTask) or task.extract is None:
@@ -77,4 +88,10 @@ def _key(index: int, name: str) -> str:
     return f"evaluate.tasks[{index}].{name}"
 
 
-TASKS_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (_names, _problems, _sampling, _patterns)
+TASKS_RULES: tuple[Callable[[RunConfig], Iterator[Problem]], ...] = (
+    _names,
+    _problems,
+    _sampling,
+    _programs,
+    _patterns,
+)

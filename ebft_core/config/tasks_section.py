@@ -49,6 +49,11 @@ class ExactMatchTask(GenerationTask):
     ignore_punctuation: bool = False
     """Leave out everything but letters, digits and spaces."""
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of its metrics."""
+        return ("exact_match",)
+
 
 class TextOverlapTask(GenerationTask):
     """BLEU and chrF of the completions, by sacrebleu. Problems: `{"prompt", "reference"}`."""
@@ -59,6 +64,11 @@ class TextOverlapTask(GenerationTask):
     """`bleu`: of all completions together. `chrf`: mean over the completions."""
     tokenize: Literal["13a", "char", "intl", "none"] = "13a"
     """How sacrebleu cuts words for BLEU; `char` for languages without spaces."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of its metrics."""
+        return tuple(dict.fromkeys(self.metrics))
 
 
 class PassAtKTask(GenerationTask):
@@ -73,6 +83,11 @@ class PassAtKTask(GenerationTask):
     """`continuation`: the program is the prompt and its completion. `fenced`: it is the first fenced block of
     code in the completion, or the whole completion where there is none."""
 
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of its metrics."""
+        return tuple(f"pass_at_{k}" for k in sorted(set(self.k)))
+
 
 class LMEvalTask(Section):
     """A task of lm-evaluation-harness, which must be installed (`pip install "ebft[lm-eval]"`)."""
@@ -82,15 +97,21 @@ class LMEvalTask(Section):
     name: str = Field(pattern=TASK_NAME)
     """Name of the task here."""
     task: str = Field(min_length=1)
-    """Its name in the harness, for example `hellaswag`."""
+    """The task's name in the harness, for example `hellaswag`."""
     metrics: list[str] = Field(default=["acc"], min_length=1)
-    """Metrics of the harness that are means over problems and of which more is better."""
+    """Metrics of the harness that are means over problems and of which more is better. One behind a filter is
+    named as the harness does: `exact_match,strict-match`."""
     num_fewshot: NonNegativeInt | None = None
     """Solved problems put in front of each; unset: as the task says."""
     limit: PositiveInt | None = None
     """Use only the first problems; unset: all."""
     include_path: str | None = None
     """Folder with definitions of further tasks."""
+
+    @property
+    def measures(self) -> tuple[str, ...]:
+        """Names of its metrics; MLflow's have no commas."""
+        return tuple(name.replace(",", ".") for name in dict.fromkeys(self.metrics))
 
 
 class SandboxConfig(Section):
