@@ -61,7 +61,13 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
     config = load_config(plan.run_dir / "config.yaml")
     if config.archive is not None:
         places["archive"] = _archive_line(config.archive, plan)
-    uri = tracking_uri(config, plan.workspace)
+    return {**places, **service_places(plan, flow_run)}
+
+
+def service_places(plan: RunPlan, flow_run: str) -> dict[str, str]:
+    """The pages of a run in MLflow and Prefect, and how to open them if no server runs."""
+    places: dict[str, str] = {}
+    uri = tracking_uri(load_config(plan.run_dir / "config.yaml"), plan.workspace)
     note = json.loads((plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
     page = f"#/experiments/{note.get('experiment_id')}/runs/{note.get('run_id')}"
     running = noted_services(plan.workspace)

@@ -66,9 +66,12 @@ class JournalSync(threading.Thread):
     def add_evaluation(self, path: Path) -> None:
         """Send the results of the comparison, which stand in no journal."""
         evaluation = Evaluation.from_json(json.loads(path.read_text(encoding="utf-8")))
-        time_ms = int(path.stat().st_mtime * 1000)
-        for name, value in evaluation_values(evaluation).items():
-            self._extra.append(Point(name, value, 0, time_ms))
+        self.add_values(evaluation_values(evaluation), path)
+
+    def add_values(self, values: Mapping[str, float], source: Path) -> None:
+        """Send numbers that were read from a file; their time is the file's."""
+        time_ms = int(source.stat().st_mtime * 1000)
+        self._extra.extend(Point(name, value, 0, time_ms) for name, value in values.items())
         self._wake.set()
 
     def close(self, status: str, seconds: float) -> bool:

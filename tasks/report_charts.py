@@ -90,6 +90,9 @@ _CHARTS = (
     ),
 )
 
+_SAME_AS = {"loss": "ebft/ce_loss"}
+"""Metric of a warm start -> the metric of training that is drawn with it."""
+
 _FAMILIES = (
     ("rewards/", "Own reward: {}", ""),
     ("eval/", "Held-out {}", "during training"),
@@ -100,6 +103,33 @@ _FAMILIES = (
 def report_charts(run_dir: Path) -> list[dict[str, Any]]:
     """Title, SVG, note and last values of every chart that a run's journals have numbers for."""
     return [*_training_charts(run_dir), *_other_charts(run_dir)]
+
+
+def overlaid_charts(run_dirs: Mapping[str, Path]) -> list[dict[str, Any]]:
+    """The training charts of one metric each, with a line per run.
+
+    Args:
+        run_dirs: label -> folder of a run, at most `PALETTE_SIZE` of them.
+    """
+    found = {label: _trained_series(run_dir) for label, run_dir in run_dirs.items()}
+    specs = [spec for spec in _CHARTS if len(spec.metrics) == 1]
+    names = {name for series in found.values() for name in series if name.startswith("eval/")}
+    specs += [ChartSpec(f"Held-out {name}", {name: name}, "during training") for name in sorted(names)]
+    charts: list[dict[str, Any]] = []
+    for spec in specs:
+        (name,) = spec.metrics.values()
+        lines = {label: _points(series[name]) for label, series in found.items() if name in series}
+        charts += _chart(spec.title, lines, spec.note)
+    return charts
+
+
+def _trained_series(run_dir: Path) -> dict[str, dict[float, float]]:
+    """The metrics of training; of a warm start alone, its loss stands for the cross-entropy it is."""
+    trained = metric_series(run_dir, "train")
+    if trained:
+        return trained
+    warm = metric_series(run_dir, "sft")
+    return {_SAME_AS.get(name, name): values for name, values in warm.items()}
 
 
 def metric_series(run_dir: Path, stage: str) -> dict[str, dict[float, float]]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from ebft_core.evaluation.summary import CompletionNote, RolloutExample, Spans
 
@@ -57,10 +58,12 @@ def rollout_views(path: Path) -> list[RolloutView]:
     if not path.exists():
         return []
     document = json.loads(path.read_text(encoding="utf-8"))
-    return [_view(RolloutExample.from_json(values)) for values in document["rollouts"]]
+    return [rollout_view(values) for values in document["rollouts"]]
 
 
-def _view(example: RolloutExample) -> RolloutView:
+def rollout_view(values: Mapping[str, Any]) -> RolloutView:
+    """One `RolloutExample`, as JSON has it, cut for the page."""
+    example = RolloutExample.from_json(values)
     notes = (*example.base_notes, *example.tuned_notes)
     return RolloutView(
         whole=bool(notes),

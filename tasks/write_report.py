@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
 
 from prefect import task
@@ -23,11 +23,11 @@ from tasks.stage_task import artifact_key
     persist_result=False,
     result_serializer="json",
 )
-def write_report(run_dir: str) -> str:
-    """Write `report.html` and return its path."""
+def write_report(run_dir: str, build: Callable[[Path], str] = build_report) -> str:
+    """Write `report.html` and return its path; `build` makes the page from the run's folder."""
     notify("report", "started")
     path = Path(run_dir) / "report.html"
-    write_text_atomic(path, build_report(Path(run_dir)))
+    write_text_atomic(path, build(Path(run_dir)))
     create_markdown_artifact(f"[report]({path.as_uri()}): `{path}`", key=f"{artifact_key('report')}-link")
     notify("report", "done")
     return str(path)
