@@ -16,6 +16,8 @@ from flows import group_commands, registry_commands  # noqa: F401 (their command
 from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
+WorkspaceOption = Annotated[Path, typer.Option("--workspace", help="Folder of the databases, logs and runs.")]
+
 
 @app.command()
 def run(
@@ -74,9 +76,7 @@ def doctor(
 
 @app.command()
 def up(
-    workspace: Annotated[
-        Path, typer.Option("--workspace", help="Folder of the databases, logs and runs.")
-    ] = Path("runs"),
+    workspace: WorkspaceOption = Path("runs"),
     prefect_port: Annotated[int, typer.Option("--prefect-port", help="Port of Prefect.")] = PREFECT_PORT,
     mlflow_port: Annotated[int, typer.Option("--mlflow-port", help="Port of MLflow.")] = MLFLOW_PORT,
     artifacts: Annotated[
@@ -89,6 +89,15 @@ def up(
         from flows.up import serve
 
         serve(workspace.expanduser().resolve(), prefect_port, mlflow_port, artifacts)
+
+
+@app.command()
+def deploy(workspace: WorkspaceOption = Path("runs")) -> None:
+    """Create the work pool and the deployments on the server of PREFECT_API_URL; `ebft up` does it itself."""
+    with exit_codes():
+        from flows.deploy import deploy_to_configured
+
+        typer.echo(f"deployed to {deploy_to_configured(workspace.expanduser().resolve())}")
 
 
 def main() -> None:

@@ -42,13 +42,7 @@ def prefect_api(workspace: Path) -> Iterator[str]:
 
     configured = PREFECT_API_URL.value()
     if configured:
-        if not answers(f"{configured.rstrip('/')}/health"):
-            raise UserError(
-                "the Prefect server does not answer",
-                where="PREFECT_API_URL",
-                value=configured,
-                hint="start it (`prefect server start`), or unset PREFECT_API_URL to run without one",
-            )
+        check_server(configured)
         yield configured
         return
     noted = noted_services(workspace)
@@ -63,3 +57,14 @@ def prefect_api(workspace: Path) -> Iterator[str]:
             yield server.env["PREFECT_API_URL"]
         finally:
             APILogHandler().flush()  # while there is a server to take the logs
+
+
+def check_server(api: str) -> None:
+    """Raise UserError unless the configured Prefect server answers."""
+    if not answers(f"{api.rstrip('/')}/health"):
+        raise UserError(
+            "the Prefect server does not answer",
+            where="PREFECT_API_URL",
+            value=api,
+            hint="start it (`prefect server start`), or unset PREFECT_API_URL to run without one",
+        )

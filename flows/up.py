@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -16,11 +14,11 @@ from ebft_core.config.storage_section import S3
 from ebft_core.errors import UserError
 from ebft_core.preflight import check_workspace
 from ebft_core.storage.store import open_store
+from flows.deploy import POOL, check_deployments, deploy
 from flows.environment import quiet_libraries
 from flows.stopping import sigterm_as_interrupt
 from tasks.services import (
     HOST,
-    QUIET,
     SERVICES,
     Service,
     check_port,
@@ -31,10 +29,6 @@ from tasks.services import (
     tail,
 )
 
-POOL = "ebft-process"
-DEPLOYMENTS = "prefect.yaml"
-_COMMAND_SECONDS = 120.0
-
 
 def serve(workspace: Path, prefect_port: int, mlflow_port: int, artifacts: str | None = None) -> None:
     """Run everything until Ctrl-C or SIGTERM.
@@ -43,13 +37,7 @@ def serve(workspace: Path, prefect_port: int, mlflow_port: int, artifacts: str |
         UserError: no `prefect.yaml` here, `artifacts` cannot be written, a port is taken,
             or one of the programs does not start or dies.
     """
-    if not Path(DEPLOYMENTS).is_file():
-        raise UserError(
-            "no deployments here",
-            where=str(Path.cwd()),
-            expected=f"a file {DEPLOYMENTS}",
-            hint="start `ebft up` in the folder of the repository",
-        )
+    check_deployments()
     check_workspace(workspace)
     if artifacts is not None:
         check_artifacts(artifacts)
@@ -99,35 +87,6 @@ def worker_service(workspace: Path, api: str) -> Service:
     command = [sys.executable, "-m", "prefect", "worker", "start", "--pool", POOL, "--type", "process"]
     log = workspace / "services" / "worker.log"
     return Service("Prefect worker", command, log, env={"PREFECT_API_URL": api})
-
-
-def deploy(api: str, log: Path) -> None:
-    """Create the work pool, everything in `prefect.yaml` and the accelerator slot.
-
-    Raises:
-        UserError: one of Prefect's commands failed; with the log's end.
-    """
-    from tasks.accelerator_slot import create_slot  # imports Prefect: only after `quiet_libraries`
-
-    _prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api, log)
-    _prefect(["--no-prompt", "deploy", "--all"], api, log)
-    create_slot(api)
-
-
-def _prefect(arguments: list[str], api: str, log: Path) -> None:
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with open(log, "ab") as stream:
-        done = subprocess.run(
-            [sys.executable, "-m", "prefect", *arguments],
-            env={**os.environ, **QUIET, "PREFECT_API_URL": api},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=stream,
-            timeout=_COMMAND_SECONDS,
-            check=False,
-        )
-    if done.returncode != 0:
-        raise UserError(f"`prefect {' '.join(arguments)}` failed", where=str(log), hint=tail(log))
 
 
 def _watch(services: list[Service]) -> None:

@@ -1,0 +1,2 @@
+-- The database of Prefect is made by the image (POSTGRES_DB); this is MLflow's.
+CREATE DATABASE mlflow;
