@@ -89,6 +89,18 @@ def read_base(folder: Path) -> BaseModelInfo:
     )
 
 
+def read_start(inputs: Mapping[str, Path]) -> BaseModelInfo:
+    """The model that EBFT starts from: the warm start's where the run has one, else the base model.
+
+    Args:
+        inputs: stage -> its committed folder.
+
+    Raises:
+        UserError: as `read_base`.
+    """
+    return read_base(inputs["sft"] if "sft" in inputs else inputs["prepare_base"])
+
+
 def read_model_config(folder: Path) -> dict[str, Any]:
     """`config.json` of a model folder. Raises UserError if it is missing or not a JSON object."""
     path = folder / "config.json"

@@ -101,7 +101,7 @@ def reference(output: OutputOption = None) -> None:
 
 @app.command()
 def stage(
-    name: Annotated[str, typer.Argument(help="prepare_base, tokenize, train, merge or evaluate.")],
+    name: Annotated[str, typer.Argument(help="prepare_base, tokenize, sft, train, merge or evaluate.")],
     run_dir: Annotated[Path, typer.Option("--run-dir", help="Folder of a planned run.")],
 ) -> None:
     """Run one stage of a planned run (exit code 0 done, 75 stopped, 78 bad input, 70 internal)."""

@@ -16,7 +16,7 @@ from torch import nn
 
 from ebft_core.bench.cost_model import ModelCost, StepShape, step_flops
 from ebft_core.bench.measure import matrix_peak
-from ebft_core.config import RunConfig
+from ebft_core.config import RunConfig, SFTConfig, TrainerConfig
 from ebft_core.data.sources import resolve_sources
 from ebft_core.doctor.model import local_model
 from ebft_core.manifests import read_meta
@@ -68,8 +68,8 @@ def estimate(config: RunConfig, plan: RunPlan) -> Estimates:
         return Estimates(None, None, steps, {}, [missing])
     cost = replace(ModelCost.of(model), trains_all=config.lora is None)
     peak = matrix_peak(device, precision)
-    flops = dict(_stage_flops(config, cost, steps))
-    seconds = {name: count / (SHARE_OF_PEAK * peak) for name, count in flops.items()}
+    flops = dict(_stage_flops(config, cost, rows, steps))
+    seconds = {name: count / (SHARE_OF_PEAK * peak) for name, count in flops.items()} | _budgets(config)
     assumptions = [
         f"time: {SHARE_OF_PEAK:.0%} of the {peak / 1e12:.2g} TFLOP/s that a matrix product reaches on "
         f"{device.type} in {str(precision).removeprefix('torch.')} now; `ebft bench` measures instead",
@@ -106,10 +106,26 @@ def _rows_and_steps(config: RunConfig, plan: RunPlan) -> tuple[int | None, int |
             share = 1 - config.data.heldout_fraction
             rows = max(1, round(share * tokens / config.data.sequence_length))
     trainer = config.trainer
-    if trainer.max_steps is not None or rows is None:
-        return rows, trainer.max_steps
-    batch = trainer.micro_batch_size * trainer.accumulation
-    return rows, math.ceil((trainer.num_train_epochs or 1.0) * rows / batch)
+    return rows, _steps(trainer, trainer.micro_batch_size * trainer.accumulation, rows)
+
+
+def _steps(part: TrainerConfig | SFTConfig, batch: int, rows: int | None) -> int | None:
+    """Optimiser steps; None where seconds end the training, or where they depend on rows not known yet."""
+    if part.max_steps is not None:
+        return part.max_steps
+    if part.max_seconds is not None or rows is None:
+        return None
+    return math.ceil((part.num_train_epochs or 1.0) * rows / batch)
+
+
+def _budgets(config: RunConfig) -> dict[str, float]:
+    """Stage → seconds, where the run says them itself."""
+    parts = {"sft": config.sft, "train": config.trainer}
+    return {
+        name: part.max_seconds
+        for name, part in parts.items()
+        if part is not None and part.max_seconds is not None
+    }
 
 
 def _known_rows(plan: RunPlan) -> int | None:
@@ -123,7 +139,8 @@ def _characters_per_token(config: RunConfig) -> int:
 
 
 def _data_assumptions(config: RunConfig, plan: RunPlan, rows: int | None) -> Iterator[str]:
-    if _known_rows(plan) is not None or config.trainer.max_steps is not None:
+    trainer = config.trainer
+    if _known_rows(plan) is not None or trainer.max_steps is not None or trainer.max_seconds is not None:
         return
     if rows is None:
         yield "steps: not known before the data are tokenized, so no time of training"
@@ -158,11 +175,17 @@ def _empty_policy(config: RunConfig) -> Any:
     )
 
 
-def _stage_flops(config: RunConfig, cost: ModelCost, steps: int | None) -> Iterator[tuple[str, float]]:
+def _stage_flops(
+    config: RunConfig, cost: ModelCost, rows: int | None, steps: int | None
+) -> Iterator[tuple[str, float]]:
     ebft, layers, made = config.ebft, config.ebft.feature_layers, config.model.from_scratch
     if made is not None:
         tokens = made.max_steps * made.batch_size * made.sequence_length
         yield "prepare_base", _TRAINED_PASSES * (cost.decoder + cost.head) * tokens
+    warm_steps = None if config.sft is None else _steps(config.sft, config.sft.batch_size, rows)
+    if config.sft is not None and warm_steps is not None:
+        tokens = warm_steps * config.sft.batch_size * config.data.sequence_length
+        yield "sft", _TRAINED_PASSES * (cost.decoder + cost.head) * tokens
     if steps is not None:
         batch = config.trainer.micro_batch_size * config.trainer.accumulation
         step = step_flops(cost, step_shape(config, batch, ebft.n_samples_per_prompt), layers)

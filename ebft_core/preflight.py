@@ -86,10 +86,18 @@ def estimate_bytes(config: RunConfig, plan: RunPlan) -> int:
     checkpoint = (4 + _ADAM_BYTES) * trained + averages
     needs = {
         "prepare_base": 0 if config.model.from_scratch is None else size.weight_bytes,
+        "sft": _warm_start_bytes(config, size, trained),
         "train": (config.trainer.keep_checkpoints + 1) * checkpoint + result,
         "merge": size.weight_bytes,
     }
-    return sum(need for name, need in needs.items() if plan.stage(name).state != "done")
+    return sum(needs.get(stage.name, 0) for stage in plan.stages if stage.state != "done")
+
+
+def _warm_start_bytes(config: RunConfig, size: ModelSize, trained: int) -> int:
+    """Checkpoints, and a whole model. `trained` counts the weights that EBFT trains."""
+    if config.sft is not None and not config.sft.use_lora:
+        trained = size.parameters
+    return (config.trainer.keep_checkpoints + 1) * (4 + _ADAM_BYTES) * trained + size.weight_bytes
 
 
 def model_size(config: RunConfig) -> ModelSize | None:

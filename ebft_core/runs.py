@@ -44,15 +44,30 @@ _READS: Mapping[str, tuple[str, ...]] = {
         "ebft.generate_max_len",
         "ebft.min_completion_prefix",
     ),
+    "sft": (
+        "sft",
+        "lora",
+        "ebft.document_masking",
+        "trainer.adam_beta1",
+        "trainer.adam_beta2",
+        "trainer.max_grad_norm",
+        "trainer.gradient_checkpointing",
+        "trainer.precision",
+        "trainer.device",
+    ),
     "train": ("ebft", "trainer", "lora", "rollout", "rewards"),
     "merge": ("lora",),
     "evaluate": ("evaluate", "ebft", "trainer"),
     "publish": ("publish", "name", "tracking"),
 }
-"""Stage -> the parts of the configuration it reads, in the order in which the stages run."""
+"""Stage -> the parts of the configuration it reads, in the order in which the stages run.
+
+A run without the section `sft` has no such stage.
+"""
 
 _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
     "data": frozenset({"exclude_hashes"}),  # its content has
+    "sft": frozenset({"save_every"}),
     "evaluate": frozenset({"against", "heldout", "feature_model"}),  # their contents have
     "trainer": frozenset(
         {"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every"}
@@ -102,6 +117,12 @@ class RunPlan:
             if stage.name == name:
                 return stage
         raise UserError("no such stage", where="stage", value=name, expected=", ".join(STAGES))
+
+    @property
+    def start(self) -> StagePlan:
+        """The stage whose model EBFT starts from: the warm start where there is one, else `prepare_base`."""
+        warm = [stage for stage in self.stages if stage.name == "sft"]
+        return warm[0] if warm else self.stage("prepare_base")
 
     def before(self, name: str) -> tuple[StagePlan, ...]:
         """The stages that come before `name`."""
@@ -174,6 +195,8 @@ def _stage_keys(document: Mapping[str, Any], external: Mapping[str, Any], code: 
     """Stage → key, which holds the keys of the stages before it."""
     keys: dict[str, str] = {}
     for name, parts in _READS.items():
+        if name == "sft" and document["sft"] is None:
+            continue
         keys[name] = digest_json(
             {
                 "stage": name,

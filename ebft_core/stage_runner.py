@@ -40,6 +40,7 @@ logger = logging.getLogger(__name__)
 STAGE_MODULES: Mapping[str, str] = {
     "prepare_base": "ebft_core.stages.prepare_base",
     "tokenize": "ebft_core.stages.tokenize_data",
+    "sft": "ebft_core.stages.warm_start",
     "train": "ebft_core.stages.train_policy",
     "merge": "ebft_core.stages.merge_adapter",
     "evaluate": "ebft_core.stages.evaluate_model",

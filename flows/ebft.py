@@ -16,6 +16,7 @@ from tasks.publish_model import publish_model
 from tasks.start_run import started_run
 from tasks.tokenize_data import tokenize_data
 from tasks.train_policy import train_policy
+from tasks.warm_start import warm_start
 from tasks.write_report import write_report
 
 
@@ -35,9 +36,10 @@ def ebft(config: str | dict[str, Any], overrides: list[str] | None = None) -> di
         base = prepare_base(run.folder)
         rows = tokenize_data(run.folder, base)
         with accelerator_slot():
-            with vllm_server(run.folder, base):
-                policy = train_policy(run.folder, base, rows)
-            model = merge_adapter(run.folder, base, policy)
+            start = base if run.config.sft is None else warm_start(run.folder, base, rows)
+            with vllm_server(run.folder, start):
+                policy = train_policy(run.folder, start, rows)
+            model = merge_adapter(run.folder, start, policy)
             evaluation = evaluate_model(run.folder, base, rows, model)
         if run.config.publish.enabled:
             publish_model(run.folder, model, evaluation, run.mlflow_uri)

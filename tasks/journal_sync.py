@@ -53,6 +53,7 @@ class JournalSync(threading.Thread):
         self._marks: dict[str, int] | None = None
         self._extra: deque[Point] = deque()
         self._files: deque[Path] = deque()
+        self._description: str | None = None
         self._base_noted = False
         self._wake = threading.Event()
         self._status: str | None = None
@@ -61,6 +62,11 @@ class JournalSync(threading.Thread):
     def attach(self, path: Path) -> None:
         """Store a file among the run's artifacts, as soon as MLflow is there."""
         self._files.append(path)
+        self._wake.set()
+
+    def describe(self, markdown: str) -> None:
+        """Show a text on the run's page."""
+        self._description = markdown
         self._wake.set()
 
     def add_evaluation(self, path: Path) -> None:
@@ -116,6 +122,8 @@ class JournalSync(threading.Thread):
         while self._files:
             self._store.log_file(self.run_id, self._files[0])
             self._files.popleft()
+        if self._description is not None:
+            self._store.describe(self.run_id, self._description)
         if status is not None:
             self._store.end_run(self.run_id, status)
 
@@ -173,8 +181,8 @@ def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
 
 
 def points_of(stage: str, event: Mapping[str, Any]) -> list[Point]:
-    """The metric values of one event. Training's names are the public ones; others carry their stage."""
-    prefix = "" if stage == "train" else f"{stage}/"
+    """The metric values of one event. The names of the trainings are the public ones; others carry their stage."""
+    prefix = "" if stage in ("train", "sft") else f"{stage}/"
     time_ms = int(event["time"] * 1000)
     values = event["values"]
     return [

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ebft_core.base_model import read_base
+from ebft_core.base_model import read_start
 from ebft_core.data.store import read_rows
 from ebft_core.lora_merge import check_merge, merge_adapter
 from ebft_core.manifests import write_json_atomic
@@ -38,7 +38,7 @@ def run(context: StageContext) -> dict[str, Any]:
 
 
 def _merge(context: StageContext, adapter: Path, target: Path) -> dict[str, Any]:
-    base = read_base(context.inputs["prepare_base"])
+    base = read_start(context.inputs)
     context.events.phase("merge")
     report = merge_adapter(
         base.path, adapter, target, progress=_reporter(context), expected_base_digest=base.digest

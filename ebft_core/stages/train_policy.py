@@ -1,7 +1,7 @@
 """Stage `train`: EBFT on the tokenized rows, from the base model to an adapter (or a full model).
 
-Resumes from the newest valid checkpoint in its work folder; is done only when `global_step` equals
-`max_steps`.
+Starts from the warm start's model where there is one. Resumes from the newest valid checkpoint in its work
+folder; is done only when `global_step` equals `max_steps`, or when the budget of time is used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from datasets import load_from_disk
 from torch import nn
 from torch.utils.data import Dataset
 
-from ebft_core.base_model import BaseModelInfo, read_base
+from ebft_core.base_model import BaseModelInfo, read_start
 from ebft_core.config import RunConfig
 from ebft_core.data.stop_tokens import read_stop_token_ids
 from ebft_core.errors import UserError
@@ -32,10 +32,10 @@ from ebft_core.models import (
     select_precision,
 )
 from ebft_core.rows import row_anchors
-from ebft_core.stage_runner import Preempted, StageContext
+from ebft_core.stage_runner import StageContext
 from ebft_core.stages.structured_training import generation, own_scorer
+from ebft_core.stages.training import train_to_end, training_summary
 from ebft_core.trainers.arguments import count_steps, training_arguments
-from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.ebft import EBFTTrainer
 from ebft_core.trainers.ema import load_trainable
 from ebft_core.trainers.samples import RolloutSamples
@@ -46,7 +46,7 @@ from ebft_core.trainers.structured import StructuredTrainer
 def run(context: StageContext) -> dict[str, Any]:
     """Train, resume or finish; see the contract in `stage_runner.StageContext`."""
     config = context.config
-    base = read_base(context.inputs["prepare_base"])
+    base = read_start(context.inputs)
     device = select_device(config.trainer)
     precision = select_precision(config.trainer, device)
     attention = select_attention(config.trainer, device)
@@ -97,34 +97,11 @@ def run(context: StageContext) -> dict[str, Any]:
                 own=own_scorer(config, tokenizer),
                 **shared,
             )
-        _train(context, trainer, checkpoints)
+        train_to_end(context, trainer, checkpoints)
     if trainer.average is not None:
         load_trainable(policy, trainer.average.average)
     _save(policy, base, tokenizer, context.output, lora=config.lora is not None)
-    summary = {
-        "global_step": trainer.state.global_step,
-        "max_steps": max_steps,
-        "rows": len(rows),
-        "device": str(device),
-    }
-    (context.output / "training.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    return summary
-
-
-def _train(context: StageContext, trainer: EBFTTrainer, checkpoints: Path) -> None:
-    """Train to the last step, from the newest valid checkpoint if there is one.
-
-    Raises:
-        Preempted: asked to stop before the last step.
-    """
-    resume = newest_checkpoint(checkpoints)
-    if resume is not None:
-        context.events.message(f"resuming from {resume.name}")
-    context.events.phase("train")
-    trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
-    step, max_steps = trainer.state.global_step, trainer.args.max_steps
-    if step < max_steps:
-        raise Preempted(f"stopped at step {step} of {max_steps}: {context.stop.reason}")
+    return training_summary(trainer, context.output, len(rows))
 
 
 class TrainingRows(Dataset[Mapping[str, Any]]):

@@ -2,30 +2,21 @@
 
 What the library gives: optimiser, schedules, accumulation, clipping, precision, data order, resume.
 What is replaced: the micro-batch (rollout → features → reward → loss, normalised by counts over the
-whole optimiser batch), the checkpoints (`checkpoints.py`), and the logging (events).
+whole optimiser batch), the checkpoints (`resumable.py`), and the logging (events).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
-from transformers import (
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import TrainingArguments
 
 from ebft_core.attention.packed import Backend
 from ebft_core.config import RunConfig
@@ -33,10 +24,10 @@ from ebft_core.errors import UserError
 from ebft_core.events import EventWriter
 from ebft_core.rows import RowBatch, collate_rows, row_uniforms
 from ebft_core.stop import StopSignal
-from ebft_core.trainers import checkpoints
-from ebft_core.trainers.ema import WeightAverage, load_trainable, trainable_state
+from ebft_core.trainers.ema import WeightAverage
 from ebft_core.trainers.health import HealthCallback
 from ebft_core.trainers.metrics import StepSums, peak_memory_mb
+from ebft_core.trainers.resumable import ResumableTrainer
 from ebft_core.trainers.samples import RolloutSamples
 from ebft_core.trainers.step import ScoredRollout, count_actions, count_labels, generate, score, token_terms
 from ebft_core.trainers.update import BatchCounts, accumulate_gradients
@@ -45,7 +36,7 @@ Row = Mapping[str, Any]
 Evaluator = Callable[[nn.Module], dict[str, float]]
 
 
-class EBFTTrainer(Trainer):
+class EBFTTrainer(ResumableTrainer):
     """Trains a policy by Energy-Based Fine-Tuning.
 
     Args:
@@ -78,32 +69,23 @@ class EBFTTrainer(Trainer):
         stop: StopSignal | None = None,
     ) -> None:
         super().__init__(
+            settings=config.trainer,
+            events=events or EventWriter(None, "train"),
+            stop=stop or StopSignal(),
+            average=WeightAverage(policy, config.ebft.ema_decay) if config.ebft.ema_decay > 0 else None,
             model=policy,
             args=arguments,
             train_dataset=rows,
             eval_dataset=rows,  # never read: `evaluate` asks the evaluator; the library insists on one
             data_collator=keep_rows,
         )
-        if self.args.world_size > 1:
-            raise UserError(
-                "training runs in one process",
-                where="WORLD_SIZE",
-                value=self.args.world_size,
-                expected="1",
-                hint="start the run without torchrun or accelerate launch",
-            )
         self.config = config
         self.attention = attention
         self._pad_token_id = pad_token_id
         self.feature_model = policy if feature_model is None else feature_model
         self.evaluator = evaluator
-        self.events = events or EventWriter(None, "train")
         self.samples = samples
-        self.average = WeightAverage(policy, config.ebft.ema_decay) if config.ebft.ema_decay > 0 else None
         self._sums = StepSums()
-        self._step_started = time.perf_counter()
-        self.remove_callback(PrinterCallback)  # the event stream is the only log
-        self.add_callback(_StepCallback(stop or StopSignal(), self.average))
         self.add_callback(HealthCallback(config, self.events))
 
     def get_batch_samples(
@@ -177,7 +159,7 @@ class EBFTTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Send the metrics of a finished step to the event stream."""
         if "grad_norm" in logs:
-            now = self._clock()
+            seconds = self.end_step()
             self._check_dropped()
             metrics = {
                 **self._sums.metrics(),
@@ -185,26 +167,22 @@ class EBFTTrainer(Trainer):
                 "train/loss": logs["loss"],
                 "train/grad_norm": float(logs["grad_norm"]),
                 "train/learning_rate": logs["learning_rate"],
-                "perf/step_seconds": now - self._step_started,
+                "perf/step_seconds": seconds,
                 "perf/peak_memory_mb": peak_memory_mb(self.args.device),
             }
-            self.events.metrics(self.state.global_step, metrics, total=self.state.max_steps)
-            self._sums, self._step_started = StepSums(), now
+            self.events.metrics(self.state.global_step, metrics, total=self.expected_steps)
+            self._sums = StepSums()
             logs = {**logs, **metrics}
         super().log(logs, start_time)
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Run the evaluator; the time it takes is not counted as step time."""
-        started = self._clock()
-        metrics = {f"eval/{k}": v for k, v in self.evaluator(self.model).items()} if self.evaluator else {}
-        if metrics:
+        if self.evaluator is None:
+            return {}
+        with self.clock.paused():
+            metrics = {f"eval/{name}": value for name, value in self.evaluator(self.model).items()}
             self.events.metrics(self.state.global_step, metrics)
-        self._step_started += self._clock() - started
         return metrics
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Not estimated here: the library's formula does not know packed rows."""
-        return 0
 
     def _uniforms(self, batch: RowBatch) -> Tensor:
         ebft = self.config.ebft
@@ -226,62 +204,6 @@ class EBFTTrainer(Trainer):
                 expected="features that are finite and not all zero",
                 hint="try trainer.precision: float32, and check the base model's weights",
             )
-
-    def _clock(self) -> float:
-        if self.args.device.type == "cuda":
-            torch.cuda.synchronize(self.args.device)
-        return time.perf_counter()
-
-    # Checkpoints. The library would pickle the optimiser, the scheduler and the random states.
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        root, step = Path(self.args.output_dir), self.state.global_step
-        staging = checkpoints.open_staging(root, step)
-        checkpoints.save_tensors(staging, checkpoints.WEIGHTS, trainable_state(self.model))
-        if self.average is not None:
-            checkpoints.save_tensors(staging, checkpoints.AVERAGE, self.average.average)
-        checkpoints.save_optimizer(staging, self.optimizer.state_dict())
-        checkpoints.write_json(staging, "scheduler", self.lr_scheduler.state_dict())
-        checkpoints.save_rng(staging)
-        self.state.save_to_json(str(staging / "trainer_state.json"))
-        checkpoints.commit_checkpoint(staging, root, step, self.config.trainer.keep_checkpoints)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        folder = Path(resume_from_checkpoint)
-        load_trainable(self.model, checkpoints.load_tensors(folder, checkpoints.WEIGHTS))
-        if self.average is not None:
-            device = self.args.device
-            saved = checkpoints.load_tensors(folder, checkpoints.AVERAGE)
-            self.average.average = {name: value.to(device) for name, value in saved.items()}
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            self.optimizer.load_state_dict(checkpoints.load_optimizer(Path(checkpoint)))
-            self.lr_scheduler.load_state_dict(checkpoints.read_json(Path(checkpoint), "scheduler"))
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """bfloat16 and float32 need no loss scaler."""
-
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        if checkpoint is not None:
-            checkpoints.load_rng(Path(checkpoint))
-
-
-class _StepCallback(TrainerCallback):
-    """After each step: move the weight average; on a stop request, save and end."""
-
-    def __init__(self, stop: StopSignal, average: WeightAverage | None) -> None:
-        self.stop = stop
-        self.average = average
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        if self.average is not None:
-            self.average.update(kwargs["model"])
-        if self.stop.requested:
-            control.should_save = True
-            control.should_training_stop = True
 
 
 @dataclass(frozen=True)

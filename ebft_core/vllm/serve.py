@@ -14,7 +14,7 @@ from ebft_core.config import RunConfig, load_config
 from ebft_core.errors import ExitCode, UserError
 from ebft_core.events import EventWriter
 from ebft_core.manifests import verify_folder
-from ebft_core.runs import RunPlan, plan_run, read_plan
+from ebft_core.runs import RunPlan, StagePlan, plan_run, read_plan
 from ebft_core.stop import StopSignal, install_stop
 from ebft_core.vllm.keeper import Keeper
 from ebft_core.vllm.spec import make_spec
@@ -46,7 +46,7 @@ def serve_run(run_dir: Path) -> ExitCode:
     try:
         os.chdir(plan.working_dir)  # relative paths mean the folder the run was started in
         config = load_config(run_dir / "config.yaml")
-        spec = make_spec(config, *_weights(base_of_run(plan)))
+        spec = make_spec(config, *_weights(_made_by(plan.start)))
         Keeper(spec, server_folder(run_dir), events=events, stop=stop).run()
     except UserError as error:
         events.error({**error.to_json(), "text": error.render()})
@@ -89,12 +89,11 @@ def serve_alone(
     Keeper(spec, folder, events=EventWriter(None, EVENTS), stop=stop, on_ready=on_ready).run(port)
 
 
-def base_of_run(plan: RunPlan) -> BaseModelInfo:
-    """The base model that stage `prepare_base` of the run left. Raises UserError if it is not done."""
-    stage = plan.stage("prepare_base")
+def _made_by(stage: StagePlan) -> BaseModelInfo:
+    """The model that a stage left. Raises UserError if the stage is not done."""
     if verify_folder(stage.output) is None:
         raise UserError(
-            "the base model is not prepared yet",
+            f"stage {stage.name} is not done yet",
             where=str(stage.output),
             hint="`ebft run` prepares it; for a server alone, `--model FOLDER` names the weights",
         )
@@ -106,7 +105,7 @@ def _base(config: RunConfig) -> BaseModelInfo:
         from ebft_core.stages.prepare_base import resolve_base
 
         return resolve_base(config.model)
-    return base_of_run(plan_run(config))
+    return _made_by(plan_run(config).stage("prepare_base"))
 
 
 def _weights(base: BaseModelInfo) -> tuple[Path, str]:
