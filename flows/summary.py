@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from ebft_core.evaluation.table import print_table
 from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
 from ebft_core.storage.archive import archive_notes
-from tasks.mlflow_uri import tracking_uri
 from tasks.report import read_evaluation
-from tasks.services import HOST, MLFLOW_PORT, PREFECT_PORT, noted_services
+from tasks.run_pages import mlflow_page, prefect_page
+from tasks.services import noted_services
 
 
 @dataclass(frozen=True)
@@ -66,21 +65,13 @@ def _places(plan: RunPlan, flow_run: str) -> dict[str, str]:
 
 def service_places(plan: RunPlan, flow_run: str) -> dict[str, str]:
     """The pages of a run in MLflow and Prefect, and how to open them if no server runs."""
-    places: dict[str, str] = {}
-    uri = tracking_uri(load_config(plan.run_dir / "config.yaml"), plan.workspace)
-    note = json.loads((plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
-    page = f"#/experiments/{note.get('experiment_id')}/runs/{note.get('run_id')}"
-    running = noted_services(plan.workspace)
-    here = running or {
-        "prefect_api": f"http://{HOST}:{PREFECT_PORT}/api",
-        "mlflow": f"http://{HOST}:{MLFLOW_PORT}",
-    }
     configured = PREFECT_API_URL.value()
-    mlflow = uri if uri.startswith("http") else here["mlflow"]
-    prefect = (configured or here["prefect_api"]).rstrip("/").removesuffix("/api")
-    places["MLflow"] = f"{mlflow.rstrip('/')}/{page}"
-    places["Prefect"] = f"{prefect}/runs/flow-run/{flow_run}"
-    if running is None and not configured:
+    places = {}
+    page = mlflow_page(plan)
+    if page is not None:
+        places["MLflow"] = page
+    places["Prefect"] = prefect_page(plan, flow_run, configured)
+    if noted_services(plan.workspace) is None and not configured:
         places["open both"] = f"ebft up --workspace {plan.workspace}"
     return places
 

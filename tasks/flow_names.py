@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from datetime import datetime
 from pathlib import Path
+from textwrap import shorten
 
 from prefect import runtime
+
+from ebft_core.config.redaction import redact_text
 
 ARM = "ebft.arm"
 """Tag of an arm's run, in MLflow: the arm's name."""
 
+_CHANGES_LENGTH = 60
+
 
 def flow_run_name() -> str:
-    """The name of the run file (or of the run, for a configuration given as an object) and the time."""
-    config = runtime.flow_run.parameters["config"]
+    """The run file's name (the run's, for a configuration given as an object), its changes, the time."""
+    parameters = runtime.flow_run.parameters
+    config, overrides = parameters["config"], parameters.get("overrides") or ()
     name = config.get("name", "ebft") if isinstance(config, dict) else Path(config).stem
-    return f"{name} {datetime.now():%Y-%m-%d %H:%M}"
+    changes = shorten(redact_text(", ".join(overrides)), _CHANGES_LENGTH, placeholder=" …")
+    return " ".join(part for part in (name, changes, f"{datetime.now():%Y-%m-%d %H:%M}") if part)
 
 
 def group_run_name() -> str:

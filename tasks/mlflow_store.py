@@ -35,6 +35,9 @@ RUN_UID = "ebft.run_uid"
 _PARAM_SECTIONS = ("model", "data", "ebft", "trainer", "lora", "evaluate")
 _PARAM_LENGTH = 500
 _PARAMS_PER_CALL = 100
+_DESCRIPTION_LENGTH = 5000
+_EXPERIMENT_TAGS = {"mlflow.experimentKind": "custom_model_development"}
+"""Without it MLflow's page shows the experiment as one of prompts and traces."""
 _QUICK_FAILURE = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "15", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
 
 
@@ -119,6 +122,10 @@ class MlflowStore:
         """Set one tag of the run."""
         self.client.set_tag(run_id, key, value)
 
+    def describe(self, run_id: str, markdown: str) -> None:
+        """Set the text of the run's page; MLflow takes tags of limited length only."""
+        self.set_tag(run_id, "mlflow.note.content", markdown[:_DESCRIPTION_LENGTH])
+
     def end_run(self, run_id: str, status: str) -> None:
         """Set FINISHED, FAILED or KILLED."""
         self.client.set_terminated(run_id, status=status)
@@ -157,7 +164,7 @@ class MlflowStore:
         if location is None and self.uri.startswith("sqlite:"):
             location = (self.plan.workspace / "mlartifacts").as_uri()
         try:
-            return str(self.client.create_experiment(name, artifact_location=location))
+            return str(self.client.create_experiment(name, location, _EXPERIMENT_TAGS))
         except MlflowException as error:
             if error.error_code != "RESOURCE_ALREADY_EXISTS":
                 raise

@@ -15,6 +15,7 @@ from ebft_core.preflight import check_preflight
 from ebft_core.runs import RunPlan, plan_run
 from tasks.archived_run import archived_run
 from tasks.mlflow_uri import tracking_uri
+from tasks.report_markdown import markdown_report
 from tasks.tracking import tracked_run
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class StartedRun:
         self.tracker.attach(evaluation)
         self.tracker.attach(evaluation.with_name("rollouts.json"))
         self.tracker.add_evaluation(evaluation)
+        self.tracker.describe(markdown_report(self.plan.run_dir))
         return {"run_dir": self.folder, "report": report, "flow_run": flow_run}
 
 

@@ -1,4 +1,4 @@
-"""The last task: the report, in the run's folder and as a link in Prefect."""
+"""The last task: the report, in the run's folder, and its short form in Prefect."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from prefect.cache_policies import NO_CACHE
 from ebft_core.manifests import write_text_atomic
 from tasks.observe import notify
 from tasks.report import build_report
+from tasks.report_markdown import markdown_report
 from tasks.stage_task import artifact_key
 
 
@@ -28,6 +29,8 @@ def write_report(run_dir: str, build: Callable[[Path], str] = build_report) -> s
     notify("report", "started")
     path = Path(run_dir) / "report.html"
     write_text_atomic(path, build(Path(run_dir)))
-    create_markdown_artifact(f"[report]({path.as_uri()}): `{path}`", key=f"{artifact_key('report')}-link")
+    create_markdown_artifact(
+        markdown_report(Path(run_dir)), key=artifact_key("report"), description=Path(run_dir).name
+    )
     notify("report", "done")
     return str(path)

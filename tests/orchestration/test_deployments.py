@@ -151,7 +151,7 @@ def test_the_deployment_runs_the_whole_pipeline(up: Up, client: SyncPrefectClien
     kinds = {artifact.key: artifact.type for artifact in artifacts}
     assert kinds["ebft-train-progress"] == "progress"
     assert kinds["ebft-evaluate-comparison"] == "table"
-    assert kinds["ebft-report-link"] == "markdown"
+    assert kinds["ebft-report"] == "markdown"
     assert [a.data for a in artifacts if a.key == "ebft-train-progress"] == [100.0]
     mlflow = MlflowClient(up.mlflow)
     experiment = mlflow.get_experiment_by_name("ebft")
