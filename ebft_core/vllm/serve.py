@@ -14,7 +14,7 @@ from ebft_core.config import RunConfig, load_config
 from ebft_core.errors import ExitCode, UserError
 from ebft_core.events import EventWriter
 from ebft_core.manifests import verify_folder
-from ebft_core.runs import RunPlan, StagePlan, plan_run, read_plan
+from ebft_core.runs import StagePlan, plan_run, read_plan
 from ebft_core.stop import StopSignal, install_stop
 from ebft_core.vllm.keeper import Keeper
 from ebft_core.vllm.spec import make_spec
