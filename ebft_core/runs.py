@@ -60,10 +60,7 @@ _READS: Mapping[str, tuple[str, ...]] = {
     "evaluate": ("evaluate", "ebft", "trainer"),
     "publish": ("publish", "name", "tracking"),
 }
-"""Stage -> the parts of the configuration it reads, in the order in which the stages run.
-
-A run without the section `sft` has no such stage.
-"""
+"""Stage -> the parts of the configuration it reads, in the order in which the stages run."""
 
 _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
     "data": frozenset({"exclude_hashes"}),  # its content has
@@ -71,12 +68,15 @@ _NO_EFFECT_ON_RESULT: Mapping[str, frozenset[str]] = {
     "evaluate": frozenset({"against", "heldout", "feature_model"}),  # their contents have
     "trainer": frozenset(
         {"save_every", "keep_checkpoints", "tokens_per_forward", "share_prefixes", "sample_every"}
-    )
+    ),
 }
 _NOT_OF_THE_RUN = frozenset({"workspace", "storage", "retrain", "compare", "sweep"})
 """Sections that say where a run is, or what other runs stand beside it."""
 
-STAGES = tuple(_READS)
+WARM_START = "sft"
+"""The stage of runs with a section of this name."""
+STAGES = tuple(name for name in _READS if name != WARM_START)
+"""The stages of every run."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,14 @@ class RunPlan:
         for stage in self.stages:
             if stage.name == name:
                 return stage
-        raise UserError("no such stage", where="stage", value=name, expected=", ".join(STAGES))
+        raise UserError(
+            "no such stage", where="stage", value=name, expected=", ".join(s.name for s in self.stages)
+        )
 
     @property
     def start(self) -> StagePlan:
         """The stage whose model EBFT starts from: the warm start where there is one, else `prepare_base`."""
-        warm = [stage for stage in self.stages if stage.name == "sft"]
+        warm = [stage for stage in self.stages if stage.name == WARM_START]
         return warm[0] if warm else self.stage("prepare_base")
 
     def before(self, name: str) -> tuple[StagePlan, ...]:
@@ -195,7 +197,7 @@ def _stage_keys(document: Mapping[str, Any], external: Mapping[str, Any], code: 
     """Stage → key, which holds the keys of the stages before it."""
     keys: dict[str, str] = {}
     for name, parts in _READS.items():
-        if name == "sft" and document["sft"] is None:
+        if name == WARM_START and document[WARM_START] is None:
             continue
         keys[name] = digest_json(
             {

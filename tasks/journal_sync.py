@@ -24,7 +24,7 @@ from ebft_core.base_model import read_base
 from ebft_core.config import RunConfig
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.events import EventReader
-from ebft_core.runs import STAGES, RunPlan
+from ebft_core.runs import RunPlan
 from tasks.mlflow_store import MlflowStore, Point
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ class JournalSync(threading.Thread):
         self._plan = plan
         self._tags = dict(tags or {})
         self._store: MlflowStore | None = None
-        self._readers = {name: EventReader(plan.run_dir / "events" / f"{name}.jsonl") for name in STAGES}
+        self._readers = {
+            stage.name: EventReader(plan.run_dir / "events" / f"{stage.name}.jsonl") for stage in plan.stages
+        }
         self._pending: deque[Point] = deque()
         self._marks: dict[str, int] | None = None
         self._extra: deque[Point] = deque()
@@ -181,7 +183,7 @@ def evaluation_values(evaluation: Evaluation) -> dict[str, float]:
 
 
 def points_of(stage: str, event: Mapping[str, Any]) -> list[Point]:
-    """The metric values of one event. The names of the trainings are the public ones; others carry their stage."""
+    """The metric values of one event. A training says its public names; those of others get their stage."""
     prefix = "" if stage in ("train", "sft") else f"{stage}/"
     time_ms = int(event["time"] * 1000)
     values = event["values"]
