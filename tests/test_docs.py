@@ -203,7 +203,10 @@ def test_metric_names_anywhere_in_the_guide_exist() -> None:
 def _deployments() -> set[str]:
     """`flow/deployment`, as `prefect deployment run` takes it."""
     document = yaml.safe_load((ROOT / "prefect.yaml").read_text(encoding="utf-8"))
-    return {f"ebft/{deployment['name']}" for deployment in document["deployments"]}
+    return {
+        f"{deployment['entrypoint'].split(':')[1].replace('_', '-')}/{deployment['name']}"
+        for deployment in document["deployments"]
+    }
 
 
 def test_deployments_of_the_guide_exist() -> None:

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 from uuid import UUID
 
 import psutil
@@ -31,54 +24,17 @@ from ebft_core.events import read_events
 from ebft_core.manifests import verify_folder
 from ebft_core.runs import STAGES, plan_run
 from orchestration.builders import micro_file
+from orchestration.running_up import Up, prefect, run_deployment, running_up, start_up, state_of, wait_until
 from tasks.accelerator_slot import SLOT
-from tasks.services import SERVICES, answers, free_port
+from tasks.services import answers, free_port
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
-
-ROOT = Path(__file__).parents[2]
-
-
-@dataclass(frozen=True)
-class Up:
-    """A running `ebft up`."""
-
-    process: subprocess.Popen[str]
-    workspace: Path
-    api: str
-    mlflow: str
-
-
-def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.1)
-
-
-def start_up(workspace: Path, prefect_port: int, mlflow_port: int) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "flows.cli", "up", "--workspace", str(workspace)]
-    command += ["--prefect-port", str(prefect_port), "--mlflow-port", str(mlflow_port)]
-    return subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-    )
 
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    workspace = tmp_path_factory.mktemp("up") / "workspace"
-    ports = free_port(), free_port()
-    process = start_up(workspace, *ports)
-    wait_until(lambda: (workspace / SERVICES).exists() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()[0]
-    yield Up(process, workspace, f"http://127.0.0.1:{ports[0]}/api", f"http://127.0.0.1:{ports[1]}")
-    children = psutil.Process(process.pid).children(recursive=True)
-    assert len(children) >= 6  # three tethers and three programs
-    process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
-    assert "all stopped" in output
-    wait_until(lambda: not [p for p in children if p.is_running() and p.status() != "zombie"], 30)
-    assert not (workspace / SERVICES).exists()
+    with running_up(tmp_path_factory.mktemp("up") / "workspace") as services:
+        yield services
 
 
 @pytest.fixture
@@ -87,29 +43,8 @@ def client(up: Up) -> Iterator[SyncPrefectClient]:
         yield client
 
 
-def prefect(up: Up, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "prefect", *arguments],
-        env={**os.environ, "PREFECT_API_URL": up.api, "COLUMNS": "200"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def run_deployment(up: Up, config: Path, overrides: str = "[]") -> UUID:
-    output = prefect(
-        up, "deployment", "run", "ebft/strided", "-p", f"config={config}", "-p", f"overrides={overrides}"
-    )
-    (line,) = [line for line in output.splitlines() if "UUID" in line]
-    return UUID(line.split()[-1])
-
-
-def state_of(client: SyncPrefectClient, flow_run: UUID) -> Any:
-    return client.read_flow_run(flow_run).state
+def run_strided(up: Up, config: Path, overrides: str = "[]") -> UUID:
+    return run_deployment(up, "ebft/strided", f"config={config}", f"overrides={overrides}")
 
 
 def test_the_servers_answer(up: Up) -> None:
@@ -120,7 +55,7 @@ def test_the_servers_answer(up: Up) -> None:
 
 def test_every_deployment_and_the_slot_are_there(up: Up, client: SyncPrefectClient) -> None:
     found = {deployment.name: deployment for deployment in client.read_deployments()}
-    assert set(found) == {"strided", "structured", "structured-async"}
+    assert set(found) == {"strided", "structured", "structured-async", "weekly"}
     assert {d.work_pool_name for d in found.values()} == {"ebft-process"}
     assert found["structured-async"].parameters["overrides"] == ["rollout.prefetch_depth=1"]
     assert client.read_global_concurrency_limit_by_name(SLOT).limit == 1
@@ -137,7 +72,7 @@ def test_a_taken_port_is_an_error_of_the_users(up: Up, tmp_path: Path) -> None:
 
 def test_the_deployment_runs_the_whole_pipeline(up: Up, client: SyncPrefectClient, tmp_path: Path) -> None:
     config = micro_file(up.workspace.parent)
-    flow_run = run_deployment(up, config)
+    flow_run = run_strided(up, config)
     wait_until(lambda: state_of(client, flow_run).is_final())
     assert state_of(client, flow_run).is_completed(), state_of(client, flow_run).message
     plan = plan_run(load_config(config))
@@ -162,7 +97,7 @@ def test_the_deployment_runs_the_whole_pipeline(up: Up, client: SyncPrefectClien
 
 def test_cancelling_leaves_a_checkpoint_and_no_process(up: Up, client: SyncPrefectClient) -> None:
     config = micro_file(up.workspace.parent)
-    flow_run = run_deployment(up, config, '["trainer.max_steps=100000"]')
+    flow_run = run_strided(up, config, '["trainer.max_steps=100000"]')
     plan = plan_run(load_config(config, ["trainer.max_steps=100000"]))
     journal = plan.run_dir / "events" / "train.jsonl"
     wait_until(lambda: sum(e["kind"] == "metrics" for e in read_events(journal)) >= 3)

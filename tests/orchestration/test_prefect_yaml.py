@@ -13,8 +13,13 @@ from prefect.cli.deploy._models import (
     ConcurrencyLimitSpec,
     DeploymentConfig,
     PrefectYamlModel,
+    RawScheduleConfig,
     WorkPoolConfig,
 )
+from prefect.cli.deploy._triggers import _initialize_deployment_triggers
+from prefect.client.schemas.schedules import CronSchedule
+from prefect.events import DeploymentEventTrigger, Event
+from prefect.events.schemas.automations import Posture
 from pydantic import BaseModel
 
 from ebft_core.config import load_config
@@ -34,6 +39,10 @@ def unknown_keys(document: dict[str, Any]) -> set[str]:
         found |= set(deployment) - known_keys(DeploymentConfig)
         found |= set(deployment["work_pool"]) - known_keys(WorkPoolConfig)
         found |= set(deployment.get("concurrency_limit", {})) - known_keys(ConcurrencyLimitSpec)
+        for schedule in deployment.get("schedules", []):
+            found |= set(schedule) - known_keys(RawScheduleConfig)
+        for trigger in deployment.get("triggers", []):
+            found |= set(trigger) - known_keys(DeploymentEventTrigger)
     return found
 
 
@@ -47,14 +56,16 @@ def test_every_key_is_one_that_prefect_reads(document: dict[str, Any]) -> None:
     assert unknown_keys(document) == set()
 
 
-@pytest.mark.parametrize("place", ["top", "deployment", "pool", "limit"])
+@pytest.mark.parametrize("place", ["top", "deployment", "pool", "limit", "schedule", "trigger"])
 def test_a_misspelt_key_is_found(document: dict[str, Any], place: str) -> None:
-    deployment = document["deployments"][0]
+    (deployment,) = [d for d in document["deployments"] if d["name"] == "weekly"]
     folder = {
         "top": document,
         "deployment": deployment,
         "pool": deployment["work_pool"],
         "limit": deployment["concurrency_limit"],
+        "schedule": deployment["schedules"][0],
+        "trigger": deployment["triggers"][0],
     }[place]
     folder["entry_point"] = 1
     assert unknown_keys(document) == {"entry_point"}
@@ -70,9 +81,7 @@ def test_every_deployment_names_a_flow_and_parameters_that_it_takes(document: di
 
 
 def test_every_deployment_queues_a_second_run(document: dict[str, Any]) -> None:
-    assert [d["name"] for d in document["deployments"]] == ["strided", "structured", "structured-async"]
     for deployment in document["deployments"]:
-        assert deployment["entrypoint"] == "flows/ebft.py:ebft"
         assert deployment["concurrency_limit"] == {"limit": 1, "collision_strategy": "ENQUEUE"}
 
 
@@ -87,3 +96,17 @@ def test_a_deployment_runs_what_its_name_says(
     config = load_config(ROOT / deployment["parameters"]["config"], deployment["parameters"]["overrides"])
     assert (config.ebft.mode, config.rollout.prefetch_depth) == (mode, ahead)
     assert mode == "strided" or config.rollout.use_vllm
+
+
+def test_retraining_waits_to_be_switched_on_and_listens_for_new_data(document: dict[str, Any]) -> None:
+    (deployment,) = [d for d in document["deployments"] if d["name"] == "weekly"]
+    assert deployment["entrypoint"] == "flows/retrain.py:ebft_retrain"
+    (schedule,) = deployment["schedules"]
+    assert schedule["active"] is False
+    CronSchedule(cron=schedule["cron"], timezone=schedule["timezone"])
+    (trigger,) = _initialize_deployment_triggers("weekly", deployment["triggers"])
+    event = Event(event="ebft.dataset.updated", resource={"prefect.resource.id": "ebft.dataset.x"})
+    assert event.event in trigger.expect
+    assert trigger.match.matches(event.resource)
+    assert trigger.enabled
+    assert trigger.posture is Posture.Reactive
