@@ -15,7 +15,9 @@ from ebft_core.config import load_config
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.manifests import StageRef, read_meta, write_json_atomic
 from ebft_core.promotion import Decision, decide
+from ebft_core.runs import read_plan
 from tasks.approval import ask
+from tasks.mlflow_uri import reach_artifacts
 from tasks.observe import notify
 from tasks.report_promotion import DECISION_JSON, check_rows
 from tasks.stage_task import artifact_key, check_inputs, stage_task
@@ -89,6 +91,7 @@ def apply_decision(run_dir: str, document: dict[str, Any], mlflow_uri: str, cham
 
     notify("promote", "started")
     config = load_config(Path(run_dir) / "config.yaml")
+    reach_artifacts(config)
     decision = Decision.from_json(document)
     registry = Registry(mlflow_uri, document["name"], champion_alias=config.promotion.champion_alias)
     if decision.promote:
@@ -119,19 +122,19 @@ def attach_decision(run_dir: str, report: str, run_id: str, mlflow_uri: str) -> 
     Raises:
         TransientError: MLflow is away.
     """
-    from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
+    from tasks.mlflow_store import MlflowStore
     from tasks.registry import DECISION, REASON
 
-    path = Path(run_dir) / DECISION_JSON
-    document = json.loads(path.read_text(encoding="utf-8"))
-    client = MlflowClient(tracking_uri=mlflow_uri)
+    folder = Path(run_dir)
+    document = json.loads((folder / DECISION_JSON).read_text(encoding="utf-8"))
+    store = MlflowStore(mlflow_uri, read_plan(folder), load_config(folder / "config.yaml"))
     try:
-        client.set_tag(run_id, DECISION, "promoted" if document["promote"] else "refused")
-        client.set_tag(run_id, REASON, document["reason"])
-        for file in (path, Path(report)):
-            client.log_artifact(run_id, str(file))
+        store.set_tag(run_id, DECISION, "promoted" if document["promote"] else "refused")
+        store.set_tag(run_id, REASON, document["reason"])
+        store.log_file(run_id, folder / DECISION_JSON)
+        store.log_file(run_id, Path(report))
     except MlflowException as error:
         raise TransientError(f"MLflow: {error}") from error
 

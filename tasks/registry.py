@@ -184,11 +184,11 @@ class Registry:
             if champion != version:
                 if decision is not None and champion != instead_of:
                     raise _another_champion(self.name, version, instead_of, champion)
-                self.note(version, {**_decision_tags("promoted", decision, reason), DECIDED_BY: by})
+                self._set_tags(version, {**_decision_tags("promoted", decision, reason), DECIDED_BY: by})
                 line = [earlier for earlier in state.line(self.champion_alias) if earlier != version]
                 self.client.set_registered_model_tag(self.name, CHAMPIONS, json.dumps([*line, version]))
                 self.client.set_registered_model_alias(self.name, self.champion_alias, version)
-                self.note(version, {PROMOTED_AT: _now()})
+                self._set_tags(version, {PROMOTED_AT: _now()})
         return self.version(version)
 
     def refuse(self, version: str, decision: Decision, *, by: str) -> None:
@@ -217,12 +217,15 @@ class Registry:
                 raise _another_champion(self.name, before, present, found[-1] if found else None)
             self.client.set_registered_model_alias(self.name, self.champion_alias, before)
             tags = {DECISION: "rolled back", REASON: reason, DECIDED_BY: by, ROLLED_BACK_AT: _now()}
-            self.note(present, tags)
+            self._set_tags(present, tags)
         return self.version(before)
 
     def note(self, version: str, tags: Mapping[str, str]) -> None:
         """Set tags of a version. Raises UserError if there is none such."""
         self.version(version)
+        self._set_tags(version, tags)
+
+    def _set_tags(self, version: str, tags: Mapping[str, str]) -> None:
         with reaching_mlflow():
             for key, value in tags.items():
                 self.client.set_model_version_tag(self.name, version, key, value)

@@ -25,13 +25,13 @@ WAIT_SECONDS = 150.0
 
 
 @contextlib.contextmanager
-def champion_lock(client: MlflowClient, name: str, *, wait_seconds: float = WAIT_SECONDS) -> Iterator[None]:
+def champion_lock(client: MlflowClient, name: str) -> Iterator[None]:
     """Be the only one to change the champion of registered model `name` while the block runs.
 
     Raises:
-        TransientError: others are at it for `wait_seconds`.
+        TransientError: others are at it for `WAIT_SECONDS`.
     """
-    deadline = time.monotonic() + wait_seconds
+    deadline = time.monotonic() + WAIT_SECONDS
     mine = f"{ANNOUNCEMENT}{uuid.uuid4().hex}"
     while True:
         client.set_registered_model_tag(name, mine, str(time.time() + EXPIRES_SECONDS))

@@ -1,8 +1,9 @@
-"""A registry with versions of a model that is a few bytes long."""
+"""Versions of a model that is a few bytes long, in a real MLflow."""
 
 from __future__ import annotations
 
-import shutil
+import contextlib
+import tempfile
 from pathlib import Path
 from urllib.parse import unquote, urlparse
 
@@ -12,42 +13,35 @@ from mlflow.exceptions import MlflowException
 from ebft_core.manifests import digest_folder
 from tasks.registry import MODEL_DIGEST
 
-NAME = "micro"
+EXPERIMENT = "registry"
 
 
 def local_store(folder: Path) -> str:
-    """A tracking uri that needs no server."""
-    return f"sqlite:///{folder / 'mlflow.db'}"
-
-
-def register(uri: str, folder: Path, content: str, name: str = NAME) -> str:
-    """Register a new version whose weights are `content`; returns its number."""
+    """A tracking uri that needs no server; its files lie in a folder whose name has to be quoted."""
+    uri = f"sqlite:///{folder / 'mlflow.db'}"
     client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-    model = folder / "new-model"
-    (model / "more").mkdir(parents=True)
-    (model / "model.safetensors").write_text(content, encoding="utf-8")
-    (model / "more" / "config.json").write_text("{}", encoding="utf-8")
-    experiment = client.get_experiment_by_name("registry")
-    experiment_id = experiment.experiment_id if experiment else _experiment(client, uri, folder)
-    run = client.create_run(experiment_id)
-    client.log_artifacts(run.info.run_id, str(model), "model")
-    try:
-        client.create_registered_model(name)
-    except MlflowException as error:
-        assert error.error_code == "RESOURCE_ALREADY_EXISTS"
-    tags = {MODEL_DIGEST: digest_folder(model)}
+    client.create_experiment(EXPERIMENT, artifact_location=(folder / "art ifacts").as_uri())
+    return uri
+
+
+def register(uri: str, name: str, weights: str) -> str:
+    """Register a new version of model `name`; returns its number."""
+    client = MlflowClient(tracking_uri=uri, registry_uri=uri)
+    experiment = client.get_experiment_by_name(EXPERIMENT)
+    run = client.create_run(experiment.experiment_id if experiment else client.create_experiment(EXPERIMENT))
     source = f"{run.info.artifact_uri}/model"
-    version = client.create_model_version(name, source, run_id=run.info.run_id, tags=tags)
-    shutil.rmtree(model)
-    return str(version.version)
+    with tempfile.TemporaryDirectory() as scratch:
+        model = Path(scratch)
+        (model / "more").mkdir()
+        (model / "model.safetensors").write_text(weights, encoding="utf-8")
+        (model / "more" / "config.json").write_text("{}", encoding="utf-8")
+        client.log_artifacts(run.info.run_id, scratch, "model")
+        tags = {MODEL_DIGEST: digest_folder(model)}
+    with contextlib.suppress(MlflowException):  # it exists already
+        client.create_registered_model(name)
+    return str(client.create_model_version(name, source, run_id=run.info.run_id, tags=tags).version)
 
 
-def _experiment(client: MlflowClient, uri: str, folder: Path) -> str:
-    local = uri.startswith("sqlite:")
-    location = (folder / "art ifacts").as_uri() if local else None
-    return str(client.create_experiment("registry", artifact_location=location))
-
-
-def weights_of(source: str) -> Path:
-    """The file that holds the weights of a version whose files lie on this machine."""
-    return Path(unquote(urlparse(source).path)) / "model.safetensors"
+def files_of(source: str) -> Path:
+    """The folder of a version's files, where they lie on this machine."""
+    return Path(unquote(urlparse(source).path))

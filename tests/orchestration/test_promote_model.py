@@ -1,10 +1,11 @@
-"""From measured numbers to a moved alias, with a real Prefect server, a real registry and a form to fill in."""
+"""From measured numbers to a moved alias, with a real Prefect server, a registry and a form to fill in."""
 
 from __future__ import annotations
 
 import json
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +26,7 @@ from ebft_core.evaluation.summary import Evaluation, Reference
 from ebft_core.manifests import commit_folder, write_json_atomic
 from ebft_core.runs import plan_run, write_run_folder
 from orchestration.builders import micro_document
-from orchestration.registered import NAME, local_store, register
+from orchestration.registered import local_store, register
 from tasks import approval
 from tasks.promote_model import promote_model
 from tasks.registry import DECIDED_BY, DECISION, REASON, Registry
@@ -37,6 +38,11 @@ pytestmark = pytest.mark.service
 def prefect() -> Iterator[None]:
     with prefect_test_harness(server_startup_timeout=60):
         yield
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return local_store(tmp_path_factory.mktemp("store"))
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +57,7 @@ class Published:
     folder: Path
     published: dict[str, Any]
     evaluation: dict[str, Any]
-    uri: str
+    registry: Registry
     version: str
 
     def promote(self, name: str, *, champion: str | None = None) -> dict[str, Any]:
@@ -60,14 +66,15 @@ class Published:
         @flow(name=name, flow_run_name=name)
         def promotion() -> dict[str, Any]:
             return promote_model(
-                str(self.folder), self.published, self.evaluation, references, self.uri, champion=champion
+                str(self.folder),
+                self.published,
+                self.evaluation,
+                references,
+                self.registry.uri,
+                champion=champion,
             )
 
         return promotion()
-
-    @property
-    def registry(self) -> Registry:
-        return Registry(self.uri, NAME)
 
 
 def estimate(low: float, high: float) -> PairedEstimate:
@@ -80,14 +87,13 @@ WORSE = {**BETTER, "cfm": estimate(0.1, 0.3)}
 
 
 def published_run(
-    folder: Path, against: dict[str, PairedEstimate] | None = None, **promotion: Any
+    folder: Path, registry: Registry, against: dict[str, PairedEstimate] | None = None, **promotion: Any
 ) -> Published:
     """A run better than its base, and compared with last week's champion if `against` is given."""
     config = parse_config({**micro_document(folder), "promotion": promotion})
     plan = plan_run(config)
     write_run_folder(plan, config)
-    uri = local_store(folder)
-    version = register(uri, folder, "challenger")
+    version = register(registry.uri, registry.name, "challenger")
     references = {} if against is None else {"last week": Reference("old", against)}
     counts = {"rows": 9, "documents": 9, "tokens": 9, "blocks": 9, "dropped_base": 0, "dropped_tuned": 0}
     settings = {"n_samples": 4, "seed": 0, "confidence": 0.95, "bootstrap_samples": 50}
@@ -98,24 +104,29 @@ def published_run(
     write_json_atomic(staged / "rollouts.json", {"schema": "ebft.rollouts/1", "rollouts": []})
     evaluation = commit_folder(staged, plan.stage("evaluate").output, schema="ebft.evaluate/1", meta={})
     staged.mkdir()
-    model = Registry(uri, NAME).version(version)
-    meta = {"name": NAME, "version": version, "run_id": model.run_id}
+    meta = {"name": registry.name, "version": version, "run_id": registry.version(version).run_id}
     published = commit_folder(staged, plan.stage("publish").output, schema="ebft.publish/1", meta=meta)
-    return Published(plan.run_dir, published.to_json(), evaluation.to_json(), uri, version)
+    return Published(plan.run_dir, published.to_json(), evaluation.to_json(), registry, version)
 
 
-def test_better_than_the_base_makes_the_first_champion(tmp_path: Path) -> None:
-    run = published_run(tmp_path)
+@pytest.fixture
+def registry(uri: str) -> Registry:
+    """A registered model's name of its own."""
+    return Registry(uri, uuid.uuid4().hex)
+
+
+def test_better_than_the_base_makes_the_first_champion(tmp_path: Path, registry: Registry) -> None:
+    run = published_run(tmp_path, registry)
     document = run.promote("first")
     assert document["promote"]
-    champion = run.registry.champion()
+    champion = registry.champion()
     assert champion.version == run.version
     assert champion.tags[DECISION] == "promoted"
     assert champion.tags["ebft.gate.cfm.base"].startswith("CFM (unbiased), challenger minus base: -0.2000")
     assert json.loads((run.folder / "decision.json").read_text())["reason"] == document["reason"]
     report = (run.folder / "report.html").read_text(encoding="utf-8")
     assert document["reason"] in report
-    client = MlflowClient(run.uri)
+    client = MlflowClient(registry.uri)
     assert {file.path for file in client.list_artifacts(champion.run_id)} >= {"decision.json", "report.html"}
     assert client.get_run(champion.run_id).data.tags[REASON] == document["reason"]
     with get_client(sync_client=True) as prefect:
@@ -125,26 +136,26 @@ def test_better_than_the_base_makes_the_first_champion(tmp_path: Path) -> None:
     assert document["reason"] in text.data
 
 
-def test_worse_than_the_champion_is_refused_and_says_so(tmp_path: Path) -> None:
-    old = register(local_store(tmp_path), tmp_path, "champion")
-    run = published_run(tmp_path, WORSE)
-    run.registry.promote(old, None, by="me")
+def test_worse_than_the_champion_is_refused_and_says_so(tmp_path: Path, registry: Registry) -> None:
+    old = register(registry.uri, registry.name, "champion")
+    run = published_run(tmp_path, registry, WORSE)
+    registry.promote(old, None, by="me")
     document = run.promote("worse", champion=old)
     assert not document["promote"]
-    assert run.registry.champion().version == old
-    refused = run.registry.version(run.version)
+    assert registry.champion().version == old
+    refused = registry.version(run.version)
     assert refused.tags[DECISION] == "refused"
     assert "challenger minus champion: +0.2000" in refused.tags[REASON]
     assert refused.tags[REASON] in (run.folder / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_champion_that_was_not_compared_is_never_replaced(tmp_path: Path) -> None:
-    old = register(local_store(tmp_path), tmp_path, "champion")
-    run = published_run(tmp_path)
-    run.registry.promote(old, None, by="me")
+def test_a_champion_that_was_not_compared_is_never_replaced(tmp_path: Path, registry: Registry) -> None:
+    old = register(registry.uri, registry.name, "champion")
+    run = published_run(tmp_path, registry)
+    registry.promote(old, None, by="me")
     with pytest.raises(UserError, match="the champion has changed"):
         run.promote("unseen")
-    assert run.registry.champion().version == old
+    assert registry.champion().version == old
     assert not (run.folder / "decision.json").exists()
 
 
@@ -169,14 +180,14 @@ def wait_for(look: Callable[[], Any], seconds: float = 60.0) -> Any:
 
 
 @pytest.mark.parametrize("approve", [True, False])
-def test_a_person_has_the_last_word(tmp_path: Path, approve: bool) -> None:
-    run = published_run(tmp_path, require_approval=True)
+def test_a_person_has_the_last_word(tmp_path: Path, registry: Registry, approve: bool) -> None:
+    run = published_run(tmp_path, registry, require_approval=True)
     name = f"asks {approve}"
     documents: list[dict[str, Any]] = []
     thread = threading.Thread(target=lambda: documents.append(run.promote(name)))
     thread.start()
     waiting = paused(name)
-    assert run.registry.champion() is None
+    assert registry.champion() is None
     with get_client(sync_client=True) as client:
         nothing = client.resume_flow_run(waiting.id)  # without the form
         assert nothing.status.value == "REJECT"
@@ -186,17 +197,17 @@ def test_a_person_has_the_last_word(tmp_path: Path, approve: bool) -> None:
     (document,) = documents
     assert document["promote"] == approve
     assert "Ada: read the samples" in document["reason"]
-    noted = run.registry.version(run.version)
+    noted = registry.version(run.version)
     assert noted.tags[DECIDED_BY] == "Ada"
     assert noted.aliases == (("champion",) if approve else ())
 
 
-def test_no_answer_in_time_refuses_and_the_flow_ends_well(tmp_path: Path) -> None:
-    run = published_run(tmp_path, require_approval=True, approval_timeout_hours=0.0005)
+def test_no_answer_in_time_refuses_and_the_flow_ends_well(tmp_path: Path, registry: Registry) -> None:
+    run = published_run(tmp_path, registry, require_approval=True, approval_timeout_hours=0.0005)
     document = run.promote("nobody there")
     assert not document["promote"]
     assert "nobody approved it within 0.0005 hours" in document["reason"]
-    assert run.registry.champion() is None
+    assert registry.champion() is None
     with get_client(sync_client=True) as client:
         wanted = FlowRunFilter(name=FlowRunFilterName(any_=["nobody there"]))
         (done,) = client.read_flow_runs(flow_run_filter=wanted)
