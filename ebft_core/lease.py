@@ -16,6 +16,8 @@ from filelock import FileLock, Timeout
 from ebft_core.errors import UserError
 from ebft_core.manifests import write_json_atomic
 
+LEASE = "lease.lock"
+
 
 @contextlib.contextmanager
 def hold_lease(run_dir: Path) -> Iterator[None]:
@@ -27,10 +29,10 @@ def hold_lease(run_dir: Path) -> Iterator[None]:
         UserError: another process holds it.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(run_dir / "lease.lock", thread_local=False)
+    lock = FileLock(run_dir / LEASE, thread_local=False)
     note = run_dir / "lease.json"
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=1)  # `is_held` may look just now
     except Timeout:
         raise UserError(
             "this run is already going on",
@@ -46,6 +48,46 @@ def hold_lease(run_dir: Path) -> Iterator[None]:
     finally:
         note.unlink(missing_ok=True)
         lock.release()
+
+
+def workspace_lock(workspace: Path) -> FileLock:
+    """Held for a moment by a run that writes its plan, and by `ebft gc` for each removal.
+
+    So a plan is seen before a stage that it names is removed, or the stage is gone before its run looks.
+    """
+    return FileLock(workspace / "gc.lock")
+
+
+def stage_lock(workspace: Path, name: str, key: str) -> Path:
+    """The lock file of a stage's key."""
+    return workspace / "work" / name / f"{key}.lock"
+
+
+@contextlib.contextmanager
+def if_free(path: Path | None) -> Iterator[bool]:
+    """Hold a lock file while the block runs, and say so; False: somebody else has it. None is always free."""
+    if path is None:
+        yield True
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path, thread_local=False)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def is_held(path: Path) -> bool:
+    """Whether somebody holds a lock file now."""
+    if not path.exists():
+        return False
+    with if_free(path) as free:
+        return not free
 
 
 def _holder(note: Path) -> str:

@@ -25,6 +25,7 @@ from ebft_core.data.sources import digest_sources
 from ebft_core.data.transforms.custom import fingerprint_transform
 from ebft_core.errors import UserError
 from ebft_core.evaluation.outside import digest_outside
+from ebft_core.lease import workspace_lock
 from ebft_core.manifests import digest_files, digest_json, verify_folder, write_json_atomic, write_text_atomic
 from ebft_core.own_rewards import fingerprint_rewards
 
@@ -219,7 +220,8 @@ def write_run_folder(plan: RunPlan, config: RunConfig) -> None:
     write_text_atomic(
         plan.run_dir / "config.yaml", yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
     )
-    write_json_atomic(plan.run_dir / "plan.json", _to_json(plan))
+    with workspace_lock(plan.workspace):
+        write_json_atomic(plan.run_dir / "plan.json", _to_json(plan))
 
 
 def read_plan(run_dir: Path) -> RunPlan:

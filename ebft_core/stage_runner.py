@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 from ebft_core.config import RunConfig, load_config
 from ebft_core.errors import ExitCode, UserError
 from ebft_core.events import EventWriter
+from ebft_core.lease import stage_lock
 from ebft_core.manifests import StageRef, commit_folder, verify_folder, write_json_atomic
 from ebft_core.runs import JOURNAL, RunPlan, StagePlan, code_digest, read_plan
 from ebft_core.stop import StopSignal, install_stop
@@ -127,7 +128,7 @@ def run_stage(
     stage = plan.stage(name)
     if name not in modules:
         raise UserError("no such stage program", where="stage", value=name, expected=", ".join(modules))
-    with _stage_lock(stage, events, stop):
+    with _stage_lock(plan, stage, events, stop):
         archive = _archive(plan, run_dir, stop)
         ref = verify_folder(stage.output) or (_restore(archive, stage, run_dir, events) if archive else None)
         if ref is None:
@@ -257,10 +258,10 @@ def _empty_staging(stage: StagePlan) -> Path:
 
 
 @contextlib.contextmanager
-def _stage_lock(stage: StagePlan, events: EventWriter, stop: StopSignal) -> Iterator[None]:
+def _stage_lock(plan: RunPlan, stage: StagePlan, events: EventWriter, stop: StopSignal) -> Iterator[None]:
     """Hold the stage; wait while another run or a dying predecessor works on the same key."""
     stage.work.parent.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(stage.work.with_suffix(".lock"))
+    lock = FileLock(stage_lock(plan.workspace, stage.name, stage.key))
     holder = stage.work.with_suffix(".holder.json")
     waiting = False
     while True:

@@ -12,7 +12,7 @@ import typer
 
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
-from flows import group_commands, registry_commands  # noqa: F401 (their commands are installed by the import)
+from flows import gc_command, group_commands, registry_commands  # noqa: F401 (their commands are installed by the import)
 from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 

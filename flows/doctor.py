@@ -16,6 +16,7 @@ from ebft_core.doctor import Check
 from ebft_core.doctor.machine import check_data_and_disk, check_device, check_folder, check_versions
 from ebft_core.doctor.model import check_model
 from ebft_core.doctor.server import check_vllm
+from ebft_core.doctor.tasks import check_downstream
 from flows.environment import quiet_libraries
 from tasks.doctor import check_mlflow, check_prefect
 
@@ -46,6 +47,7 @@ def all_checks(config: RunConfig | None) -> Iterator[Check]:
         yield check_data_and_disk(config)
         yield from check_model(config)
         yield from check_vllm(config)
+        yield check_downstream(config)
         yield check_mlflow(config, workspace)
     yield check_prefect(workspace)
 

@@ -8,6 +8,7 @@ from ebft_core.config.data_section import DataConfig, SourceConfig
 from ebft_core.config.evaluate_section import EvaluateConfig
 from ebft_core.config.loading import load_config, parse_config
 from ebft_core.config.promotion_section import PromotionConfig
+from ebft_core.config.retention_section import RetentionConfig
 from ebft_core.config.schema import (
     EBFTConfig,
     FromScratchConfig,
@@ -33,6 +34,7 @@ __all__ = [
     "OwnRewardConfig",
     "PromotionConfig",
     "PublishConfig",
+    "RetentionConfig",
     "RolloutConfig",
     "RunConfig",
     "SFTConfig",

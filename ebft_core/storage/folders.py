@@ -80,7 +80,7 @@ class Folders:
         ]
         by_content = {entry.sha256: (entry, path) for entry, path in zip(entries, paths, strict=True)}
         sent = self._each(
-            [partial(self._put_blob, entry, path) for entry, path in by_content.values()], deadline
+            [partial(self._put_blob, entry, path, deadline) for entry, path in by_content.values()]
         )
         self._write_set(name, FolderSet(tuple(entries), facts), deadline)
         return sum(sent)
@@ -101,15 +101,15 @@ class Folders:
         for path in [p for p in target.rglob("*") if p.is_file()]:
             if path.relative_to(target).as_posix() not in wanted:
                 path.unlink()
-        self._each([partial(self._get_blob, entry, target / entry.name) for entry in found.files], deadline)
+        self._each([partial(self._get_blob, entry, target / entry.name, deadline) for entry in found.files])
 
-    def _each(self, actions: Sequence[Callable[[], int]], deadline: float) -> list[int]:
-        """Run all actions with their retries; the first that fails keeps the rest from beginning."""
+    def _each(self, actions: Sequence[Callable[[], int]]) -> list[int]:
+        """Run all actions, several at a time; the first that fails keeps the rest from beginning."""
 
         def run(action: Callable[[], int]) -> int:
             if self._stopped():
                 raise Interrupted
-            return retried(action, deadline=deadline)
+            return action()
 
         pool = ThreadPoolExecutor(self._parallel, thread_name_prefix="storage")
         try:
@@ -117,21 +117,22 @@ class Folders:
         finally:
             pool.shutdown(wait=True, cancel_futures=True)
 
-    def _put_blob(self, entry: Entry, path: Path) -> int:
+    def _put_blob(self, entry: Entry, path: Path, deadline: float) -> int:
         assert entry.sha256 is not None  # hashed above
-        name = BLOBS + entry.sha256
-        there = self.store.stat(name)
-        same = there is not None and (there.bytes, there.sha256) == (entry.bytes, entry.sha256)
+        name, sha256 = BLOBS + entry.sha256, entry.sha256
+        there = retried(lambda: self.store.stat(name), deadline=deadline)
+        same = there is not None and (there.bytes, there.sha256) == (entry.bytes, sha256)
         if there is not None and same and time.time() - there.written < FRESH_SECONDS:
             return 0
-        self.store.put(name, path, entry.sha256)
+        retried(lambda: self.store.put(name, path, sha256), deadline=deadline)
         return entry.bytes
 
-    def _get_blob(self, entry: Entry, path: Path) -> int:
+    def _get_blob(self, entry: Entry, path: Path, deadline: float) -> int:
         assert entry.sha256 is not None  # checked by `_parse`
-        if path.is_file() and sha256_file(path) == entry.sha256:
+        sha256 = entry.sha256
+        if path.is_file() and sha256_file(path) == sha256:
             return 0
-        fetch(self.store, BLOBS + entry.sha256, path, entry.sha256)
+        retried(lambda: fetch(self.store, BLOBS + sha256, path, sha256), deadline=deadline)
         return entry.bytes
 
     def _write_set(self, name: str, folder: FolderSet, deadline: float) -> None:

@@ -24,6 +24,8 @@ _DENIED = frozenset(
     }
 )
 _NO_BUCKET = frozenset({"NoSuchBucket"})
+_HARMED_ON_THE_WAY = frozenset({"SignatureDoesNotMatch"})
+"""What a service says of a request with a flipped byte; wrong keys are found out before anything is sent."""
 
 
 def s3_exceptions() -> tuple[type[Exception], ...]:
@@ -38,7 +40,9 @@ def as_trouble(error: Exception, what: str) -> StorageTrouble:
     """The same as trouble of a store; `what` names the object."""
     status = status_of(error)
     lasting = (
-        _code(error) in _DENIED | _NO_BUCKET or status == HTTPStatus.NOT_FOUND or _without_credentials(error)
+        _code(error) in (_DENIED | _NO_BUCKET) - _HARMED_ON_THE_WAY
+        or status == HTTPStatus.NOT_FOUND
+        or _without_credentials(error)
     )
     return StorageTrouble(f"{redact_text(what)}: {_words(error)}", passing=not lasting)
 

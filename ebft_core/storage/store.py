@@ -12,7 +12,7 @@ import random
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -79,7 +79,7 @@ class Store(Protocol):
     def delete(self, name: str) -> None:
         """Remove a file; one that is not there is no trouble."""
 
-    def stale(self) -> list[str]:
+    def stale(self) -> Sequence[str]:
         """Names of what uploads that never ended have left."""
 
     def abort_stale(self) -> None:
@@ -202,7 +202,7 @@ class FolderStore:
         except OSError as error:
             raise _trouble(self.root / name, error) from error
 
-    def stale(self) -> list[str]:
+    def stale(self) -> Sequence[str]:
         """See `Store`."""
         oldest = time.time() - STALE_SECONDS
         parts = (p for p in self.root.rglob(".*.part") if p.stat().st_mtime < oldest)

@@ -23,6 +23,7 @@ from ebft_core.config import StorageConfig
 
 KEY, SECRET = "test-key", "test-secret"
 BUCKET = "bucket"
+_SMALL = 1 << 20  # parts of a large upload carry no digest that rclone compares
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_EC2_METADATA_DISABLED": "true"}
 RCLONE = shutil.which("rclone", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
 
@@ -82,17 +83,27 @@ def storage(url: str, **values: object) -> StorageConfig:
 class Faults:
     """A proxy in front of a peer that harms a share of the requests, each in one of these ways.
 
-    503 without asking the peer; a reset; the answer's body cut in the middle; one byte of it flipped; where
-    there is no body to harm, 500 although the peer has done what it was asked.
-    `harmed` counts them by kind.
+    503 without asking the peer; a reset; silence until the client gives up; the answer's body cut in the
+    middle; one byte of it flipped, or of what is sent; where there is no body to harm, 500 although the peer
+    has done what it was asked. `harmed` counts them by kind.
+
+    Args:
+        url: the peer.
+        share: of the requests that are harmed.
+        seed: of the choice.
+        silence: seconds without an answer.
+        checked: whether the peer notices a flipped byte in what is sent.
     """
 
-    def __init__(self, url: str, share: float, seed: int) -> None:
+    def __init__(self, url: str, share: float, seed: int, *, silence: float, checked: bool) -> None:
         self._peer = url.removeprefix("http://")
         self._share = share
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self.harmed = dict.fromkeys(("503", "reset", "cut", "flip", "500 after the work"), 0)
+        kinds = ["503", "reset", "cut", "flip", "500 after the work", "stall"]
+        self.harmed = dict.fromkeys([*kinds, "flip of what is sent"] if checked else kinds, 0)
+        self._weights = [0.2 if kind == "stall" else 1.0 for kind in self.harmed]  # each costs its silence
+        self.silence = silence
         self.requests = 0
 
     @contextlib.contextmanager
@@ -117,8 +128,7 @@ class Faults:
         with self._lock:
             self.requests += 1
             harm = self._random.random() < self._share
-            kind = self._random.choice(list(self.harmed)) if harm else None
-            return kind
+            return self._random.choices(list(self.harmed), self._weights)[0] if harm else None
 
     def count(self, kind: str) -> None:
         with self._lock:
@@ -138,9 +148,18 @@ class Faults:
         return answer.status, answer.getheaders(), content
 
 
+def _flipped(content: bytes) -> bytes:
+    middle = len(content) // 2
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     owner: Faults
+
+    def handle(self) -> None:
+        with contextlib.suppress(ConnectionError):  # a client that lost its patience
+            super().handle()
 
     def handle_any(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
@@ -156,6 +175,16 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self.connection.close()
             return
+        if kind == "stall":
+            self.owner.count(kind)
+            time.sleep(self.owner.silence)
+            self.close_connection = True
+            return
+        if kind == "flip of what is sent" and 0 < len(body) < _SMALL:
+            self.owner.count(kind)
+            status, headers, content = self.owner.ask(self, _flipped(body))
+            self._answer(status, headers, content)
+            return
         status, headers, content = self.owner.ask(self, body)
         # A HEAD has no body, and an error's body is no data: there is nothing to harm.
         harmless = self.command != "GET" or status >= 300 or not content
@@ -164,10 +193,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(status, headers, content, cut=len(content) // 2)
         elif kind == "flip" and not harmless:
             self.owner.count(kind)
-            middle = len(content) // 2
-            self._answer(
-                status, headers, content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
-            )
+            self._answer(status, headers, _flipped(content))
         elif kind is not None:
             self.owner.count("500 after the work")
             self._answer(500, [], b"")

