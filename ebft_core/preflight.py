@@ -1,4 +1,6 @@
-"""What is checked before anything runs: workspace and archive can be written, and there is room."""
+"""What is checked before anything runs: workspace and archive can be written, there is room, and the tasks of
+the evaluation can be done.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from pathlib import Path
 
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
+from ebft_core.evaluation.downstream.check import check_tasks
 from ebft_core.runs import RunPlan
 from ebft_core.storage.archive import open_archive
 
@@ -29,8 +32,9 @@ class ModelSize:
 
 
 def check_preflight(config: RunConfig, plan: RunPlan) -> None:
-    """Check workspace, disk and archive. Raises UserError; leaves nothing in the workspace."""
+    """Check workspace, tasks, disk and archive. Raises UserError; leaves nothing in the workspace."""
     check_workspace(plan.workspace)
+    check_tasks(config)
     check_disk(config, plan)
     archive = open_archive(config, plan)
     if archive is not None:

@@ -18,6 +18,7 @@ from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import verdict
 from ebft_core.manifests import read_meta, verify_folder
 from ebft_core.runs import RunPlan, read_plan
+from tasks.report_answers import answer_views
 from tasks.report_charts import report_charts
 from tasks.report_health import health_rows
 from tasks.report_promotion import promotion_view
@@ -43,6 +44,7 @@ def build_report(run_dir: Path) -> str:
         health=health_rows(run_dir),
         promotion=promotion_view(run_dir),
         rollouts=rollout_views(plan.stage("evaluate").output / "rollouts.json"),
+        answers=answer_views(plan.stage("evaluate").output / "answers.json"),
         stages=_stages(plan),
         digests=_digests(plan),
         config=(run_dir / "config.yaml").read_text(encoding="utf-8"),

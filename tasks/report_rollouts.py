@@ -68,8 +68,8 @@ def rollout_view(values: Mapping[str, Any]) -> RolloutView:
     return RolloutView(
         whole=bool(notes),
         has_given=bool(example.ground_truth_given) or any(note.given for note in notes),
-        context=_end_of(example.context),
-        ground_truth=_beginning_of(example.ground_truth, example.ground_truth_given),
+        context=end_of(example.context),
+        ground_truth=beginning_of(example.ground_truth, example.ground_truth_given),
         base=_samples(example.base_samples, example.base_alignments, example.base_notes),
         tuned=_samples(example.tuned_samples, example.tuned_alignments, example.tuned_notes),
     )
@@ -86,11 +86,12 @@ def _samples(
             caption += f" · {note.tokens} token{'' if note.tokens == 1 else 's'}"
             caption += " · cut at its bound" if note.truncated else ""
             given = note.given
-        passages.append(_beginning_of(text, given, caption))
+        passages.append(beginning_of(text, given, caption))
     return passages
 
 
-def _beginning_of(text: str, given: Spans = (), caption: str = "") -> Passage:
+def beginning_of(text: str, given: Spans = (), caption: str = "") -> Passage:
+    """A text whose rest unfolds behind it."""
     if len(text) <= _TEXT_SHOWN + _WORTH_HIDING:
         return Passage([], pieces(text, given), [], caption)
     space = text.rfind(" ", _TEXT_SHOWN - _WORTH_HIDING, _TEXT_SHOWN)
@@ -98,7 +99,7 @@ def _beginning_of(text: str, given: Spans = (), caption: str = "") -> Passage:
     return Passage([], pieces(text, given, 0, end), pieces(text, given, end), caption)
 
 
-def _end_of(text: str) -> Passage:
+def end_of(text: str) -> Passage:
     """A prompt's end is what a completion answers."""
     if len(text) <= _PROMPT_SHOWN + _WORTH_HIDING:
         return Passage([], pieces(text, ()), [])

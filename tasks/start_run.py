@@ -42,6 +42,7 @@ class StartedRun:
         self.tracker.attach(Path(report))
         self.tracker.attach(evaluation)
         self.tracker.attach(evaluation.with_name("rollouts.json"))
+        self.tracker.attach(evaluation.with_name("answers.json"))
         self.tracker.add_evaluation(evaluation)
         self.tracker.describe(markdown_report(self.plan.run_dir))
         return {"run_dir": self.folder, "report": report, "flow_run": flow_run}

@@ -11,13 +11,14 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ebft_core.bootstrap import PairedEstimate, paired_bootstrap
+from ebft_core.bootstrap import PairedEstimate, bootstrap_statistics, paired_bootstrap
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
+from ebft_core.evaluation.downstream.suite import Suite
 from ebft_core.evaluation.examples import make_examples
 from ebft_core.evaluation.measure import evaluate_rows
 from ebft_core.evaluation.metrics import document_sums, documents_of, metric_means, metrics_of
-from ebft_core.evaluation.records import Measurements
+from ebft_core.evaluation.records import AnswerRecord, Measurements
 from ebft_core.evaluation.sampling import Row
 from ebft_core.evaluation.summary import Evaluation, Reference, RolloutExample
 from ebft_core.models import (
@@ -36,10 +37,11 @@ _BASE, _TUNED = "/base", "/tuned"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The numbers, and some rollouts to look at."""
+    """The numbers, and some rollouts and answers to look at (answers by model, `base` and `tuned` first)."""
 
     evaluation: Evaluation
     examples: Sequence[RolloutExample]
+    answers: Mapping[str, Sequence[AnswerRecord]]
 
 
 def compare_models(
@@ -88,6 +90,7 @@ def compare_models(
         examples=make_examples(
             rows, base, tuned, config.evaluate.sample_rollouts, load_tokenizer(base_path, config)
         ),
+        answers={name.removeprefix("/"): found.answers for name, found in measured.items()},
     )
 
 
@@ -100,7 +103,7 @@ def measure_models(
     stop_token_ids: Sequence[int] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, Measurements]:
-    """Measure models on the same rows with the same random numbers.
+    """Measure models on the same rows and tasks with the same random numbers.
 
     Beside the feature network one model is in memory at a time.
 
@@ -110,26 +113,29 @@ def measure_models(
         config: as for `compare_models`.
         feature_path: folder of the feature network.
         stop_token_ids: as for `compare_models`.
-        progress: called with (rows done, rows in all), counting every model.
+        progress: called with (rows and problems done, those in all), counting every model.
 
     Returns:
         The measurements by the names of `models`.
 
     Raises:
-        UserError: a model has another vocabulary or tokenizer than the feature network.
+        UserError: a model has another vocabulary or tokenizer than the feature network, or a task cannot be
+            done with it.
+        SandboxError: the sandbox for generated programs did not come up.
         ValueError: structured mode without `stop_token_ids`.
     """
     _check_tokenizers(models.values(), feature_path, config)
-    pad_token_id = load_tokenizer(feature_path, config).pad_token_id
+    tokenizer = load_tokenizer(feature_path, config)
+    suite = Suite(config, tokenizer, rows, stop_token_ids)
     device = select_device(config.trainer)
     dtype = select_precision(config.trainer, device)
     done = 0
 
-    def on_rows(count: int) -> None:
+    def on_done(count: int) -> None:
         nonlocal done
         done += count
         if progress is not None:
-            progress(done, len(models) * len(rows))
+            progress(done, len(models) * (len(rows) + suite.problems))
 
     def load(path: Path) -> nn.Module:
         return load_causal_lm(path, dtype, trust_remote_code=config.model.trust_remote_code).to(device)
@@ -137,19 +143,21 @@ def measure_models(
     def measure(path: Path) -> Measurements:
         policy = feature_model if path.resolve() == feature_path.resolve() else load(path)
         _check_vocabulary(feature_model, policy, path)
-        return evaluate_rows(
+        measured = evaluate_rows(
             policy,
             feature_model,
             rows,
             config,
             n_samples=config.evaluate.n_samples,
             seed=config.evaluate.seed,
-            pad_token_id=pad_token_id,
+            pad_token_id=tokenizer.pad_token_id,
             batch_rows=config.evaluate.batch_rows,
             stop_token_ids=stop_token_ids,
             attention=select_attention(config.trainer, device),
-            progress=on_rows,
+            progress=on_done,
         )
+        measured.scores, measured.answers = suite.measure(policy, on_done)
+        return measured
 
     feature_model = load(feature_path)
     return {name: measure(path) for name, path in models.items()}
@@ -196,8 +204,13 @@ def _nothing_to_measure(found: int, config: RunConfig) -> UserError:
 
 
 def paired_metrics(base: Measurements, tuned: Measurements, config: RunConfig) -> dict[str, PairedEstimate]:
-    """Paired estimates of every metric of two models measured on the same rows, by the names of `METRICS`."""
+    """Paired estimates of every metric of two models measured on the same rows and tasks, by name."""
     settings = config.evaluate
+    how: dict[str, Any] = {
+        "resamples": settings.bootstrap_samples,
+        "confidence": settings.confidence,
+        "seed": settings.seed,
+    }
     documents = sorted(set(documents_of(base)) | set(documents_of(tuned)))
     metrics = {}
     for name, metric in metrics_of(base).items():
@@ -208,11 +221,12 @@ def paired_metrics(base: Measurements, tuned: Measurements, config: RunConfig) -
             of_base.weight_D,
             of_tuned.sum_D,
             of_tuned.weight_D,
-            resamples=settings.bootstrap_samples,
-            confidence=settings.confidence,
-            seed=settings.seed,
             transform=metric.transform,
+            **how,
         )
+    for name, scores in base.scores.items():
+        of_tuned_SP = tuned.scores[name].statistics_SP
+        metrics[name] = bootstrap_statistics(scores.statistics_SP, of_tuned_SP, scores.score, **how)
     return metrics
 
 

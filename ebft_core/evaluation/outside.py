@@ -1,4 +1,6 @@
-"""What the stage `evaluate` reads from outside its run: further models, held-out rows, a feature network."""
+"""What the stage `evaluate` reads from outside its run: further models, held-out rows, a feature network, the
+problems of its tasks.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,14 @@ from ebft_core.base_model import check_model_folder, digest_model_folder, embedd
 from ebft_core.config import RunConfig
 from ebft_core.data.heldout import check_heldout
 from ebft_core.errors import UserError
+from ebft_core.evaluation.downstream.check import digest_tasks
 
 
 def digest_outside(config: RunConfig) -> dict[str, str]:
-    """Config key → hex sha256 of the content of each folder, after the checks that need no torch.
+    """Config key → hex sha256 of the content of each folder and file, after the checks that need no torch.
 
     Raises:
-        UserError: a folder is missing or unusable, or the models have embeddings of different sizes.
+        UserError: a folder or file is missing or unusable, or the models have embeddings of different sizes.
     """
     models = dict(_models(config))
     for key, folder in models.items():
@@ -23,7 +26,7 @@ def digest_outside(config: RunConfig) -> dict[str, str]:
             raise UserError("no such folder", where=key, value=str(folder), expected="a model's folder")
         check_model_folder(folder, where=key)
     _check_embeddings(config, models)
-    digests = {key: digest_model_folder(folder) for key, folder in models.items()}
+    digests = {key: digest_model_folder(folder) for key, folder in models.items()} | digest_tasks(config)
     if config.evaluate.heldout is not None:
         digests["evaluate.heldout"] = check_heldout(Path(config.evaluate.heldout).expanduser()).sha256
     return digests

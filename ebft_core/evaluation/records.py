@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ebft_core.bootstrap import Floats
 
 
 @dataclass(frozen=True)
@@ -53,12 +57,56 @@ class LikelihoodRecord:
     tokens: int
 
 
+@dataclass(frozen=True)
+class ProblemScores:
+    """A metric of a downstream task.
+
+    Attributes:
+        statistics_SP: S statistics of P problems, in the order of the problems.
+        score: from sums of statistics `(S, X)` to the metric `(X,)`.
+    """
+
+    statistics_SP: Floats
+    score: Callable[[Floats], Floats]
+
+    @property
+    def value(self) -> float:
+        """The metric on all problems."""
+        return float(self.score(self.statistics_SP.sum(axis=1, keepdims=True))[0])
+
+
+@dataclass(frozen=True)
+class AnswerRecord:
+    """What a model answered to one problem of a task.
+
+    Attributes:
+        task: its name; `origin`: file and line of the problem, or hash of the held-out document.
+        prompt, expected: as people read them; `expected` holds the references, or the tests.
+        answers: one text per sample.
+        verdicts: for each of them `right`, `wrong` or what went wrong; empty where answers are not judged
+            one by one.
+    """
+
+    task: str
+    origin: str
+    prompt: str
+    expected: str
+    answers: tuple[str, ...]
+    verdicts: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """JSON values under the same names."""
+        return asdict(self)
+
+
 @dataclass
 class Measurements:
-    """Everything measured on one model, in the order of the rows."""
+    """Everything measured on one model, in the order of the rows; the tasks' metrics by their whole names."""
 
     blocks: list[BlockRecord] = field(default_factory=list)
     likelihoods: list[LikelihoodRecord] = field(default_factory=list)
+    scores: Mapping[str, ProblemScores] = field(default_factory=dict)
+    answers: list[AnswerRecord] = field(default_factory=list)
 
     @property
     def dropped_blocks(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby, islice
 from typing import Any
 
 from ebft_core.base_model import read_base
@@ -18,10 +19,12 @@ from ebft_core.tokenizer import load_tokenizer
 EVALUATION_FILE = "evaluation.json"
 ROLLOUTS_FILE = "rollouts.json"
 ROLLOUTS_SCHEMA = "ebft.rollouts/1"
+ANSWERS_FILE = "answers.json"
+ANSWERS_SCHEMA = "ebft.answers/1"
 
 
 def run(context: StageContext) -> dict[str, Any]:
-    """Write `evaluation.json` (schema in `evaluation/summary.py`) and `rollouts.json`.
+    """Write `evaluation.json` (schema in `evaluation/summary.py`), `rollouts.json` and `answers.json`.
 
     Raises:
         UserError: no usable held-out row, or models and rows of different tokenizers.
@@ -41,6 +44,8 @@ def run(context: StageContext) -> dict[str, Any]:
     )
     write_json_atomic(context.output / EVALUATION_FILE, comparison.evaluation.to_json())
     write_json_atomic(context.output / ROLLOUTS_FILE, rollouts_document(comparison))
+    count = config.evaluate.sample_rollouts
+    write_json_atomic(context.output / ANSWERS_FILE, answers_document(comparison, count))
     metrics = comparison.evaluation.metrics
     return {name: metrics[name].to_json() for name in metrics}
 
@@ -73,3 +78,16 @@ def progress_of(context: StageContext) -> Callable[[int, int], None]:
 def rollouts_document(comparison: Comparison) -> dict[str, Any]:
     """The examples as JSON: a list of `RolloutExample`s under `rollouts`."""
     return {"schema": ROLLOUTS_SCHEMA, "rollouts": [example.to_json() for example in comparison.examples]}
+
+
+def answers_document(comparison: Comparison, count: int) -> dict[str, Any]:
+    """The answers of every model to the first `count` problems of every task, as `AnswerRecord`s."""
+    models = {
+        name: [
+            record.to_json()
+            for _, group in groupby(records, key=lambda record: record.task)
+            for record in islice(group, count)
+        ]
+        for name, records in comparison.answers.items()
+    }
+    return {"schema": ANSWERS_SCHEMA, "models": models}

@@ -70,8 +70,15 @@ class Check:
 
 @dataclass(frozen=True)
 class Checks:
-    """The tests of a problem: their source for the sandbox, and their assertions."""
+    """The tests of a problem.
 
+    Attributes:
+        written: as they stand in the file.
+        source: for the sandbox: reports in place of the assertions.
+        checks: the assertions, by the number in their reports.
+    """
+
+    written: str
     source: str
     checks: Sequence[Check] = field(repr=False)
 
@@ -90,7 +97,7 @@ def parse_tests(source: str) -> Checks:
     tree = ast.fix_missing_locations(reporting.visit(tree))
     if not any(check.required for check in reporting.checks):
         raise ValueError("the tests assert nothing")
-    return Checks(ast.unparse(tree), reporting.checks)
+    return Checks(source, ast.unparse(tree), reporting.checks)
 
 
 def decode(value: Any) -> Any:
