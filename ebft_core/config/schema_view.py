@@ -148,4 +148,6 @@ def _describe_container(node: Node) -> str:
     if node["type"] == "array":
         some = "non-empty list" if node.get("minItems") else "list"
         return f"{some} of {describe(node['items'])}"
-    return f"mapping to {describe(node['additionalProperties'])}"
+    by_pattern = node.get("patternProperties")  # a mapping whose names have a form
+    values = node["additionalProperties"] if by_pattern is None else next(iter(by_pattern.values()))
+    return f"mapping to {describe(values)}"
