@@ -21,6 +21,7 @@ KINDS = ("base", "sft", "ebft", "ebft+ce", "sft+ebft")
 TRAINED_KEYS = ("ebft", "trainer", "lora", "rollout", "rewards", "sft", "vllm", "health")
 """Sections that an arm may change: none of them decides what is measured on which rows."""
 BUDGET_KEYS = ("max_steps", "num_train_epochs", "max_seconds")
+_LENT = ("learning_rate", "lr_scheduler", "warmup_ratio", "weight_decay", "save_every", "seed")
 _MEASURED = "ebft.mode"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9 .,_+=-]*")
 _NEXT_KEY = re.compile(r",(?=[A-Za-z_][\w.\[\]]*=)")
@@ -198,13 +199,18 @@ def _trained(config: RunConfig, budget: Budget, warm: bool) -> tuple[str, ...]:
 
 
 def _warm_start(config: RunConfig, budget: Budget) -> tuple[str, ...]:
-    """SFT with the trainer's batches, so that a step of either reads as many rows."""
+    """SFT with the trainer's batches, so that a step of either reads as many rows.
+
+    Its learning rate is that of the section `sft`; a run file without one lends it the trainer's.
+    """
     trainer = config.trainer
-    batch = {
+    values: dict[str, object] = {
         "batch_size": trainer.micro_batch_size * trainer.accumulation,
         "micro_batch_size": trainer.micro_batch_size,
     }
-    return (*(f"sft.{key}={value}" for key, value in batch.items()), *budget.overrides("sft"))
+    if config.sft is None:
+        values |= {key: getattr(trainer, key) for key in _LENT}
+    return (*(f"sft.{key}={value}" for key, value in values.items()), *budget.overrides("sft"))
 
 
 def _warm(overrides: Sequence[str]) -> bool:

@@ -46,6 +46,17 @@ def test_sft_reads_as_many_rows_in_a_step_as_the_trainer(tmp_path: Path) -> None
     assert (sft.micro_batch_size, sft.batch_size, sft.max_steps) == (2, 6, 4)
 
 
+def test_sft_has_a_rate_of_its_own_or_the_trainers(tmp_path: Path) -> None:
+    document = micro_document(tmp_path)
+    lent = resolved(document, arms_of(document, ("sft",))["sft"]).sft
+    assert lent is not None
+    assert (lent.learning_rate, lent.save_every) == (1e-3, 2)
+    document["sft"] = {"learning_rate": 5e-4}
+    own = resolved(document, arms_of(document, ("sft",))["sft"]).sft
+    assert own is not None
+    assert (own.learning_rate, own.max_steps) == (5e-4, 4)
+
+
 @pytest.mark.parametrize(("steps", "parts"), [(4, (2, 2)), (7, (3, 4)), (2, (1, 1))])
 def test_a_warm_start_and_what_follows_add_up_to_the_budget(
     tmp_path: Path, steps: int, parts: tuple[int, int]
