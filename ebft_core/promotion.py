@@ -138,13 +138,13 @@ def _check(
         nan = (math.nan, math.nan)
         return Check(name, metric, against, math.nan, nan, bound, False, f"{label}: not measured")
     low, high = estimate.interval
-    gain = sign * (high if lower else low)  # at the bad end; NaN compares as false
-    passed = gain > least_gain if name == "primary" else gain >= least_gain
-    if math.isnan(gain):
-        said = f"{estimate.difference:+.4f}, an interval that the data do not determine"
-    else:
+    gain = sign * (high if lower else low)  # at the bad end
+    if math.isfinite(low) and math.isfinite(high):
+        passed = gain > least_gain if name == "primary" else gain >= least_gain
         side = "below" if lower else "above"
         said = f"{estimate.difference:+.4f}, interval [{low:+.4f}, {high:+.4f}], must lie {side} {bound:+.4f}"
+    else:
+        passed, said = False, f"{estimate.difference:+.4f}, an interval that the data do not determine"
     return Check(name, metric, against, estimate.difference, (low, high), bound, passed, f"{label}: {said}")
 
 

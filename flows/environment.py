@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from tasks.services import QUIET, answers, free_port, noted_services, prefect_server, running
 
@@ -25,6 +26,24 @@ def quiet_libraries() -> None:
     warnings.filterwarnings("ignore", category=FutureWarning)
     for name in _NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def check_approval(config: RunConfig, workspace: Path) -> None:
+    """Refuse a run that would wait for an answer which nobody could give.
+
+    Raises:
+        UserError: `promotion.require_approval`, and `prefect_api` would start a server without pages.
+    """
+    from prefect.settings import PREFECT_API_URL
+
+    if not config.promotion.require_approval or PREFECT_API_URL.value() or noted_services(workspace):
+        return
+    raise UserError(
+        "nobody could approve the model: no Prefect server with pages runs",
+        where="promotion.require_approval",
+        value=True,
+        hint=f"start `ebft up --workspace {workspace}` first, or set PREFECT_API_URL",
+    )
 
 
 @contextlib.contextmanager

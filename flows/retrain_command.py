@@ -13,6 +13,7 @@ from ebft_core.config import RunConfig
 from ebft_core.errors import ExitCode
 from ebft_core.retrain import check_retrainable
 from ebft_core.runs import workspace_folder
+from flows.environment import check_approval, quiet_libraries
 from flows.follow import follow
 from flows.json_logs import write_note
 from flows.summary import print_summary, summarise_run
@@ -28,6 +29,8 @@ def retrain(
         SystemExit: the run ended early (see `follow`).
     """
     check_retrainable(resolved)
+    quiet_libraries()  # before Prefect is imported
+    check_approval(resolved, workspace_folder(resolved))
     changes = [part for override in overrides for part in ("--set", override)]
     again = shlex.join(["ebft", "retrain", str(config), *(["--force"] if force else []), *changes])
 
@@ -44,5 +47,5 @@ def retrain(
     console = Console()
     if "run_dir" in result:
         print_summary(summarise_run(Path(result["run_dir"]), flow_run=result["flow_run"]), console)
-    console.print(f"{result['outcome']}: {result['reason']}", highlight=False, soft_wrap=True, markup=False)
+    console.print(result["reason"], highlight=False, soft_wrap=True, markup=False)
     return ExitCode.DONE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 from prefect.client.orchestration import get_client
 from prefect.exceptions import FlowPauseTimeout
@@ -11,14 +10,12 @@ from prefect.flow_runs import pause_flow_run
 from prefect.input import RunInput
 from prefect.logging import get_run_logger
 from prefect.runtime import flow_run
-from prefect.settings import PREFECT_API_URL
+from prefect.settings import PREFECT_UI_URL
 from prefect.states import Running
 from pydantic import Field
 
-from ebft_core.config import RunConfig
-from ebft_core.errors import UserError
 from ebft_core.promotion import Decision
-from tasks.services import noted_services
+from tasks.observe import notify
 
 _LOOK_EVERY_SECONDS = 10
 
@@ -29,23 +26,6 @@ class Approval(RunInput):
     approve: bool = Field(default=False, description="Make this model the champion")
     by: str = Field(min_length=1, description="Your name; it is noted on the model's version")
     comment: str = Field(default="", description="Why")
-
-
-def check_approval(config: RunConfig, workspace: Path) -> None:
-    """Refuse a run that would wait for an answer which nobody could give.
-
-    Raises:
-        UserError: `promotion.require_approval`, and the run would get a Prefect server without pages.
-    """
-    if not config.promotion.require_approval:
-        return
-    if not PREFECT_API_URL.value() and noted_services(workspace) is None:
-        raise UserError(
-            "nobody could approve the model: there is no Prefect server with pages",
-            where="promotion.require_approval",
-            value=True,
-            hint=f"start `ebft up --workspace {workspace}` first, or set PREFECT_API_URL",
-        )
 
 
 def ask(decision: Decision, what: str, timeout_hours: float) -> tuple[Decision, str]:
@@ -59,7 +39,10 @@ def ask(decision: Decision, what: str, timeout_hours: float) -> tuple[Decision, 
         The decision as it stands after the answer, and who made it. No answer within `timeout_hours` refuses.
     """
     seconds = int(timeout_hours * 3600)
-    get_run_logger().info("%s waits for approval in Prefect, for %.1f hours", what, timeout_hours)
+    page = f"{PREFECT_UI_URL.value()}/runs/flow-run/{flow_run.id}"
+    waits = f"{what} waits for approval, for {timeout_hours:g} hours: {page}"
+    get_run_logger().info("%s", waits)
+    notify("promote", "message", text=waits)
     form = Approval.with_initial_data(description=_description(decision, what, timeout_hours))
     try:
         answer = pause_flow_run(wait_for_input=form, timeout=seconds, poll_interval=_LOOK_EVERY_SECONDS)

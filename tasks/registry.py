@@ -188,6 +188,7 @@ class Registry:
                 line = [earlier for earlier in state.line(self.champion_alias) if earlier != version]
                 self.client.set_registered_model_tag(self.name, CHAMPIONS, json.dumps([*line, version]))
                 self.client.set_registered_model_alias(self.name, self.champion_alias, version)
+            if champion != version or PROMOTED_AT not in self.version(version).tags:
                 self._set_tags(version, {PROMOTED_AT: _now()})
         return self.version(version)
 
