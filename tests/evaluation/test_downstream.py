@@ -16,15 +16,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from ebft_core.config import RunConfig, parse_config
 from ebft_core.data.encoding import encode
+from ebft_core.doctor.tasks import check_downstream
 from ebft_core.errors import UserError
 from ebft_core.evaluation import Comparison, Evaluation, compare_models, print_table
 from ebft_core.evaluation.downstream.check import check_tasks, digest_tasks
 from ebft_core.evaluation.downstream.problems import read_problems
 from ebft_core.evaluation.downstream.suite import Suite
 from ebft_core.evaluation.downstream.writing import ask_problems
+from ebft_core.runs import plan_run
 from ebft_core.stages.evaluate_model import answers_document
 from tasks.report_answers import answer_views
-from tests.evaluation.test_sandbox import needs_sandbox
+from tests.evaluation.test_sandbox import REASON, needs_sandbox
 
 FACTS = {"one": "1", "two": "2", "three": "3", "four": "4"}
 PROGRAMS = {"def double(x):\n": "    return 2 * x", "def triple(x):\n": "    return 3 * x"}
@@ -302,6 +304,35 @@ def test_files_are_looked_at_before_anything_runs(tmp_path: Path) -> None:
     before = digest_tasks(config)
     path.write_text('{"prompt": "x", "reference": "z"}\n')
     assert digest_tasks(config) != before
+
+
+def test_the_content_of_a_file_is_part_of_the_stage_key(models: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "problems.jsonl"
+    task = {"type": "exact_match", "name": "facts", "file": str(path)}
+    config = config_of(task).model_dump() | {
+        "model": {"name_or_path": str(models[0])},
+        "data": {"sources": [{"path": "stdlib:abc.py"}]},
+        "workspace": str(tmp_path),
+    }
+    keys = []
+    for reference in ("1", "2", "1"):
+        write_jsonl(path, [{"prompt": "x", "reference": reference}])
+        keys.append({stage.name: stage.key for stage in plan_run(parse_config(config)).stages})
+    assert keys[0] == keys[2]
+    assert {name for name in keys[0] if keys[0][name] != keys[1][name]} == {"evaluate", "publish"}
+
+
+def test_the_doctor_tries_the_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_jsonl(tmp_path / "problems.jsonl", [{"prompt": "x", "tests": "assert x"}])
+    config = config_of({"type": "pass_at_k", "name": "code", "file": str(path)})
+    assert check_downstream(config_of()).verdict == "ok"
+    if not REASON:
+        found = check_downstream(config)
+        assert (found.verdict, found.detail) == ("ok", "code; generated programs run in bubblewrap's sandbox")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    refused = check_downstream(config)
+    assert refused.verdict == "fail"
+    assert "bubblewrap is not installed" in refused.detail
 
 
 def test_programs_are_refused_where_there_is_no_sandbox(
