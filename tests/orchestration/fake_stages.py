@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from ebft_core.errors import UserError
+from ebft_core.manifests import commit_folder
 from ebft_core.stage_runner import Preempted, StageContext
 
 
@@ -38,6 +39,18 @@ def listen(context: StageContext) -> None:
     raise Preempted("asked to")
 
 
+def save(context: StageContext) -> None:
+    """Go on from the newest checkpoint, commit the next one, and run until asked to stop."""
+    root = context.work / "checkpoints"
+    step = 1 + max((int(path.name.split("-")[1]) for path in root.glob("checkpoint-*")), default=0)
+    staging = root / ".staging-next"
+    staging.mkdir(parents=True)
+    (staging / "weights").write_text(str(step), encoding="utf-8")
+    commit_folder(staging, root / f"checkpoint-{step}", schema="fake/1", meta={"step": step})
+    context.events.metrics(step, {"ebft/reward": step / 2}, total=3)
+    listen(context)
+
+
 def ignore(context: StageContext) -> None:
     """Never look at the stop signal, and start a child that ignores signals too."""
     code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
@@ -62,4 +75,4 @@ def die(context: StageContext) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-BEHAVIOURS = {f.__name__: f for f in (work, listen, ignore, refuse, crash, die)}
+BEHAVIOURS = {f.__name__: f for f in (work, listen, save, ignore, refuse, crash, die)}
