@@ -12,6 +12,8 @@ from tasks.report_health import health_rows
 from tasks.report_promotion import promotion_view
 from tasks.run_pages import mlflow_page
 
+_TABS = {"the run in MLflow": "", "its metrics": "/model-metrics", "its artifacts": "/artifacts"}
+
 
 def markdown_report(run_dir: Path) -> str:
     """Comparison, the gate's word, warnings, links. What the run does not have is not in it.
@@ -56,11 +58,9 @@ def _health(run_dir: Path) -> Iterator[str]:
 
 
 def _links(plan: RunPlan) -> Iterator[str]:
-    page = mlflow_page(plan)
     lines = [f"report: `{plan.run_dir / 'report.html'}`"]
-    if page is not None:
-        lines.insert(0, f"[all metrics in MLflow]({page}/model-metrics)")
-        lines.insert(1, f"[artifacts in MLflow]({page}/artifacts), the report among them")
+    pages = {name: mlflow_page(plan, tab) for name, tab in _TABS.items()}
+    lines = [f"[{name}]({page})" for name, page in pages.items() if page is not None] + lines
     if _has(plan, "merge"):
         lines.append(f"model: `{plan.stage('merge').output / 'model'}`")
     if _has(plan, "publish") and verify_folder(plan.stage("publish").output, deep=False) is not None:

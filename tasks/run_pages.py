@@ -9,9 +9,16 @@ from ebft_core.runs import RunPlan
 from tasks.mlflow_uri import tracking_uri
 from tasks.services import HOST, MLFLOW_PORT, PREFECT_PORT, noted_services
 
+_TRAINING = "workflowType=machine_learning"
+"""MLflow shows a page among those of prompts and traces unless its address says otherwise."""
 
-def mlflow_page(plan: RunPlan) -> str | None:
-    """Address of the run's page in MLflow; None as long as MLflow has not answered."""
+
+def mlflow_page(plan: RunPlan, tab: str = "") -> str | None:
+    """Address of the run's page in MLflow; None as long as MLflow has not answered.
+
+    Args:
+        tab: `/model-metrics` or `/artifacts`; empty: the overview.
+    """
     note_file = plan.run_dir / "tracking.json"
     note = json.loads(note_file.read_text(encoding="utf-8")) if note_file.exists() else {}
     if note.get("run_id") is None:
@@ -19,7 +26,7 @@ def mlflow_page(plan: RunPlan) -> str | None:
     uri = tracking_uri(load_config(plan.run_dir / "config.yaml"), plan.workspace)
     if not uri.startswith("http"):
         uri = (noted_services(plan.workspace) or {"mlflow": f"http://{HOST}:{MLFLOW_PORT}"})["mlflow"]
-    return f"{uri.rstrip('/')}/#/experiments/{note['experiment_id']}/runs/{note['run_id']}"
+    return f"{uri.rstrip('/')}/#/experiments/{note['experiment_id']}/runs/{note['run_id']}{tab}?{_TRAINING}"
 
 
 def prefect_page(plan: RunPlan, flow_run: str, configured: str | None) -> str:

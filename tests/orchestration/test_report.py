@@ -15,7 +15,8 @@ from ebft_core.base_model import BaseModelInfo, write_base
 from ebft_core.bootstrap import paired_bootstrap
 from ebft_core.evaluation import METRICS, Evaluation
 from ebft_core.events import EventWriter
-from ebft_core.manifests import commit_folder
+from ebft_core.manifests import commit_folder, write_json_atomic
+from ebft_core.promotion import Decision
 from ebft_core.runs import RunPlan
 from orchestration.builders import planned_run
 from tasks.charts import (
@@ -31,6 +32,8 @@ from tasks.charts import (
     tick_label,
 )
 from tasks.report import build_report
+from tasks.report_markdown import markdown_report, markdown_table
+from tasks.report_promotion import DECISION_JSON
 
 EVIL = "</pre><script>alert(1)</script>"
 
@@ -124,6 +127,30 @@ def test_the_page_shows_what_was_measured(plan: RunPlan) -> None:
     assert plan.run_key in page
     assert "d" * 64 in page
     assert "ce_coef: 0.5" in page
+
+
+def test_the_short_form_has_the_comparison_the_gate_s_word_and_links(plan: RunPlan) -> None:
+    write_json_atomic(plan.run_dir / "tracking.json", {"run_id": "abc", "experiment_id": "7"})
+    decision = Decision(promote=False, checks=(), reason="CFM is not | better").to_json()
+    document = {**decision, "name": "micro", "version": "3", "by": "gate"}
+    write_json_atomic(plan.run_dir / DECISION_JSON, document)
+    text = markdown_report(plan.run_dir)
+    assert "| CFM (unbiased) | 5.0000 | 4.1667 | -0.8333 ± " in text
+    assert "**micro version 3 refused** (by gate): CFM is not | better" in text
+    assert "(http://127.0.0.1:5000/#/experiments/7/runs/abc/artifacts?workflowType=" in text
+    assert "## Health" not in text  # nothing to say
+
+
+def test_a_short_form_of_a_run_that_has_only_begun_says_where_it_is(tmp_path: Path) -> None:
+    text = markdown_report(planned_run(tmp_path).run_dir)
+    assert "Held-out" not in text
+    assert "MLflow" not in text
+    assert "report.html" in text
+
+
+def test_cells_cannot_break_a_table() -> None:
+    table = markdown_table([{"a": "x|y", "b": "z"}])
+    assert table.splitlines() == ["| a | b |", "| --- | --- |", r"| x\|y | z |"]
 
 
 def test_a_run_that_has_only_begun_has_a_report_too(tmp_path: Path) -> None:
