@@ -8,6 +8,7 @@ from typing import Any
 from prefect import flow, runtime
 
 from ebft_core.arms import Stage
+from ebft_core.runs import WARM_START
 from tasks.accelerator_slot import accelerator_slot
 from tasks.flow_names import arm_run_name
 from tasks.merge_adapter import merge_adapter
@@ -16,6 +17,7 @@ from tasks.provision_vllm import vllm_server
 from tasks.start_run import started_run
 from tasks.tokenize_data import tokenize_data
 from tasks.train_policy import train_policy
+from tasks.warm_start import warm_start
 from tasks.write_report import write_report
 
 
@@ -41,8 +43,10 @@ def ebft_arm(
         base = prepare_base(run.folder)
         rows = tokenize_data(run.folder, base)
         with accelerator_slot():
-            with vllm_server(run.folder, base):
-                policy = train_policy(run.folder, base, rows)
-            model = merge_adapter(run.folder, base, policy)
+            model = start = base if run.config.sft is None else warm_start(run.folder, base, rows)
+            if stage != WARM_START:
+                with vllm_server(run.folder, start):
+                    policy = train_policy(run.folder, start, rows)
+                model = merge_adapter(run.folder, start, policy)
         run.tracker.attach(Path(write_report(run.folder)))
         return model

@@ -90,7 +90,7 @@ _CHARTS = (
     ),
 )
 
-_SAME_AS = {"loss": "ebft/ce_loss"}
+_SAME_AS = {"sft/loss": "ebft/ce_loss", "sft/grad_norm": "train/grad_norm"}
 """Metric of a warm start -> the metric of training that is drawn with it."""
 
 _FAMILIES = (
@@ -153,10 +153,14 @@ def _training_charts(run_dir: Path) -> Iterable[dict[str, Any]]:
 
 
 def _other_charts(run_dir: Path) -> Iterable[dict[str, Any]]:
-    """Charts of the base model made here, if one was."""
-    for name, values in metric_series(run_dir, "prepare_base").items():
-        if "loss" in name or name.endswith("ce"):
-            yield from _chart(f"Base model: {name}", {name: _points(values)}, "training of the base model")
+    """Charts of the warm start, and of the base model made here."""
+    for stage, title, note in (
+        ("sft", "Warm start", "supervised training"),
+        ("prepare_base", "Base model", "training of the base model"),
+    ):
+        for name, values in metric_series(run_dir, stage).items():
+            if "loss" in name or name.endswith("ce"):
+                yield from _chart(f"{title}: {name}", {name: _points(values)}, note)
 
 
 def _chart(title: str, series: Mapping[str, Series], note: str) -> Iterable[dict[str, Any]]:

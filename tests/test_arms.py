@@ -10,7 +10,7 @@ from orchestration.builders import micro_document
 
 from ebft_core.arm_group import arm_models, comparison_plan, plan_group, read_group, write_group
 from ebft_core.arms import BASE, KINDS, Arm, Budget, check_overrides, compare_arms, parse_arm
-from ebft_core.config import RunConfig, parse_config
+from ebft_core.config import RunConfig, load_config, parse_config
 from ebft_core.config.loading import with_overrides
 from ebft_core.errors import UserError
 from ebft_core.sweep import MAX_ARMS, parse_grid, sweep_arms
@@ -224,3 +224,11 @@ def test_two_names_for_one_training_are_refused(tmp_path: Path) -> None:
     arms = [(Arm(name, ("ebft.ce_coef=1",)), parse_config(document)) for name in ("a", "b")]
     with pytest.raises(UserError, match="the same training"):
         plan_group("sweep", parse_config(document), arms, metric="cfm", budget="")
+
+
+@pytest.mark.parametrize("name", ["paper-qa-code", "paper-unstructured-code", "paper-translation"])
+def test_the_papers_sweep_is_shipped(name: str) -> None:
+    config = load_config(Path(__file__).parents[1] / "configs" / f"{name}.yaml")
+    _, *arms = sweep_arms(config.sweep.grid, where="sweep.grid")
+    pairs = {tuple(float(change.split("=")[1]) for change in arm.overrides) for arm in arms}
+    assert pairs == {(ce, diversity) for ce in (0.0, 0.03, 0.1) for diversity in (0.0, 0.5, 1.0)}
