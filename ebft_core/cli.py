@@ -217,6 +217,34 @@ def status(run_dir: RunDirArgument) -> None:
         commands.status(run_dir)
 
 
+LocationArgument = Annotated[str, typer.Argument(metavar="ARCHIVE", help="`s3://bucket/prefix` or a folder.")]
+
+
+@archive.command("list")
+def list_(location: LocationArgument) -> None:
+    """Show the runs in ARCHIVE, the newest first, and which of their stages it holds."""
+    with exit_codes():
+        from ebft_core.storage import commands
+
+        commands.list_runs(location)
+
+
+@archive.command()
+def fetch(
+    location: LocationArgument,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="A run, as `ebft archive list` names it.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to fill.")],
+    stages: Annotated[
+        list[str] | None, typer.Option("--stage", help="Also this stage's output, like `merge`. Repeatable.")
+    ] = None,
+) -> None:
+    """Bring a run's folder from ARCHIVE (report, configuration, journals), and outputs of its stages."""
+    with exit_codes():
+        from ebft_core.storage import commands
+
+        commands.fetch(location, run, output, stages or ())
+
+
 def _write(make: Callable[[], str], output: Path | None) -> None:
     text = make()
     if output is None:

@@ -19,8 +19,9 @@ from ebft_core.events import read_events
 from ebft_core.manifests import verify_folder
 from ebft_core.preflight import check_preflight
 from ebft_core.runs import RunPlan, plan_run, write_run_folder
+from ebft_core.storage import commands
 from ebft_core.storage.archive import open_archive
-from ebft_core.storage.run_copies import fetch_checkpoint, fetch_run, kept_checkpoints
+from ebft_core.storage.run_copies import fetch_checkpoint, kept_checkpoints
 from tasks.archived_run import archived_run
 from tasks.supervise import StagePreempted
 from tests.storage import peers
@@ -62,7 +63,9 @@ def machines(moto_url: str, bucket: str, tmp_path: Path) -> Any:
     return lambda name, **storage: Machine(tmp_path / name, corpus, moto_url, bucket, **storage)
 
 
-def test_another_machine_goes_on_with_the_run(machines: Any, tmp_path: Path) -> None:
+def test_another_machine_goes_on_with_the_run_and_a_person_finds_it(
+    machines: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     here = machines("here")
 
     def fail() -> None:
@@ -83,12 +86,16 @@ def test_another_machine_goes_on_with_the_run(machines: Any, tmp_path: Path) -> 
         assert str(tmp_path / "there") in (there.plan.run_dir / "plan.json").read_text()
         assert there.run("prepare_base", "crash") == ExitCode.DONE  # nothing is computed
         (there.plan.run_dir / "report.html").write_text("done")
-    third = machines("third")
-    archive = open_archive(third.config, third.plan)
-    assert archive is not None
-    third.plan.run_dir.mkdir(parents=True)
-    assert fetch_run(archive)
-    assert (third.plan.run_dir / "report.html").read_text() == "done"
+    location = here.config.workspace
+    monkeypatch.setenv("AWS_ENDPOINT_URL", str(here.config.storage.endpoint_url))
+    commands.list_runs(location)
+    assert capsys.readouterr().out.split()[::3] == [here.plan.run_dir.name, "prepare_base"]
+    commands.fetch(location, here.plan.run_dir.name, tmp_path / "desk", ["prepare_base"])
+    assert (tmp_path / "desk" / "run" / "report.html").read_text() == "done"
+    assert verify_folder(tmp_path / "desk" / "prepare_base") is not None
+    for stage, what in (("merge", "not in the archive"), ("prepare_base", "there already")):
+        with pytest.raises(UserError, match=what):
+            commands.fetch(location, here.plan.run_dir.name, tmp_path / "desk", [stage])
 
 
 def test_an_interrupted_run_is_not_held_up(machines: Any) -> None:
