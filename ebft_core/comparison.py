@@ -125,23 +125,25 @@ def judge(metric: str, estimate: PairedEstimate) -> Judgement | None:
 
 def _instead_of_sft(result: ArmsComparison, ebft: list[str]) -> str:
     """Should EBFT be used instead of SFT on this data?"""
-    metric, label = result.metric, metric_of(result.metric).label
-    if result.best == BASE or judge(metric, result.contrasts[BASE][metric]) != "better":
-        return f"No: no arm is certainly better than the untrained base in {label}{_place(result)}."
+    metric = result.metric
+    doubt = _doubt(result)
+    if doubt is not None:
+        return doubt
     challenger = best_arm(metric, {name: result.value(name, metric) for name in ebft})
     other = challenger if result.best == SFT else SFT
     estimates = result.contrasts[other]
     numbers = _numbers(result, other)
     if judge(metric, estimates[metric]) is None:
-        return f"Not determined: {numbers}; the interval holds zero{_place(result)}."
+        return f"Not determined: {numbers}{_place(result)}."
     verdict = "No: SFT is the better choice here" if result.best == SFT else "Yes"
     return f"{verdict}: {numbers}{_price(metric, estimates)}{_place(result)}."
 
 
 def _best_of_all(result: ArmsComparison) -> str:
-    metric, label = result.metric, metric_of(result.metric).label
-    if result.best == BASE or judge(metric, result.contrasts[BASE][metric]) != "better":
-        return f"No arm is certainly better than the untrained base in {label}{_place(result)}."
+    metric = result.metric
+    doubt = _doubt(result)
+    if doubt is not None:
+        return doubt
     tied = [
         name
         for name, estimates in result.contrasts.items()
@@ -149,6 +151,16 @@ def _best_of_all(result: ArmsComparison) -> str:
     ]
     told = f"; not to be told from it: {', '.join(f'`{name}`' for name in tied)}" if tied else ""
     return f"Best: {_numbers(result, BASE)}{told}{_place(result)}."
+
+
+def _doubt(result: ArmsComparison) -> str | None:
+    """The answer where training itself has not been shown to help; None: the best arm beats the base."""
+    if result.best == BASE:
+        label = metric_of(result.metric).label
+        return f"No: no arm is better than the untrained base in {label}{_place(result)}."
+    if judge(result.metric, result.contrasts[BASE][result.metric]) is None:
+        return f"Not determined: {_numbers(result, BASE)}{_place(result)}."
+    return None
 
 
 def _numbers(result: ArmsComparison, other: str) -> str:

@@ -60,8 +60,8 @@ CASES = [
     ({BASE: 0.7, "sft": 0.4, "ebft": 0.5}, {}, "No: SFT is the better choice"),
     ({BASE: 0.7, "sft": 0.5, "ebft": 0.4}, {"sft": UNSURE}, "Not determined: `ebft`"),
     ({BASE: 0.7, "sft": 0.4, "ebft": 0.5}, {"ebft": UNSURE}, "Not determined: `sft`"),
-    ({BASE: 0.4, "sft": 0.5, "ebft": 0.6}, {}, "No: no arm is certainly better than the untrained base"),
-    ({BASE: 0.7, "sft": 0.5, "ebft": 0.4}, {BASE: UNSURE}, "No: no arm is certainly better"),
+    ({BASE: 0.4, "sft": 0.5, "ebft": 0.6}, {}, "No: no arm is better than the untrained base"),
+    ({BASE: 0.7, "sft": 0.5, "ebft": 0.4}, {BASE: UNSURE}, "Not determined: `ebft`"),
     ({BASE: 0.7, "sft": 0.5, "ebft": 0.4}, {"sft": NAN}, "Not determined"),
     ({BASE: 0.7, "sft": 0.5, "ebft": 0.6, "sft+ebft": 0.4}, {}, "Yes: `sft+ebft`"),
     ({BASE: 0.7, "ebft": 0.4}, {}, "Best: `ebft`"),  # without SFT the question is not asked
