@@ -20,6 +20,7 @@ from ebft_core.stage_runner import Preempted, StageContext
 from ebft_core.stages import warm_start
 from ebft_core.stop import StopSignal
 from ebft_core.trainers.warm_start import WarmStartTrainer, collate_supervised, warm_start_settings
+from tests.docs_pages import page_text, table_rows
 
 CPU = torch.device("cpu")
 PACKED = [make_row([9, 6, 8], seed, prompt=2) for seed in range(8)]
@@ -113,6 +114,8 @@ def test_the_stage_leaves_a_model_that_has_learned(
     assert after < before - 0.2
     steps = [e for e in read_events(tmp_path / "sft.jsonl") if e["kind"] == "metrics"]
     assert [(e["step"], e["total"]) for e in steps] == [(step, 25) for step in range(1, 26)]
+    named = {row[0].strip("`") for row in table_rows(page_text("warm-start.md"), "## Metrics")}
+    assert set(steps[0]["values"]) == named
     assert steps[-1]["values"]["sft/loss"] < steps[0]["values"]["sft/loss"]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from evaluation.builders import save_model, tiny_model
 
 from ebft_core import preflight
 from ebft_core.config import load_config, parse_config
@@ -51,6 +52,42 @@ def test_a_change_gives_new_keys_from_its_first_reader_on(
     after = keys(document)
     changed = [name for name in STAGES if before[name] != after[name]]
     assert changed == ([] if first is None else list(STAGES[STAGES.index(first) :]))
+
+
+def test_a_warm_start_is_a_stage_of_its_own(tmp_path: Path) -> None:
+    document = micro_document(tmp_path)
+    without = plan_run(parse_config(document))
+    document["sft"] = {"max_steps": 3}
+    plan = plan_run(parse_config(document))
+    assert [s.name for s in plan.stages] == ["prepare_base", "tokenize", "sft", *STAGES[2:]]
+    assert (without.start.name, plan.start.name) == ("prepare_base", "sft")
+    assert plan.stage("tokenize").key == without.stage("tokenize").key
+    assert plan.stage("train").key != without.stage("train").key
+
+    def key_of_sft(section: str, **change: Any) -> str:
+        changed = {**document, section: {**document[section], **change}}
+        return plan_run(parse_config(changed)).stage("sft").key
+
+    unchanged = plan.stage("sft").key
+    assert key_of_sft("ebft", ce_coef=0.1) == unchanged  # arms of a sweep share the warm start
+    assert key_of_sft("trainer", learning_rate=2e-3) == unchanged
+    assert key_of_sft("sft", save_every=7) == unchanged
+    assert key_of_sft("sft", max_steps=4) != unchanged
+    assert key_of_sft("lora", r=2) != unchanged
+
+
+def test_a_further_model_counts_by_its_content(tmp_path: Path) -> None:
+    document = micro_document(tmp_path)
+    before = keys(document)
+    for name, seed in (("here", 0), ("elsewhere", 0), ("other", 1)):
+        save_model(tiny_model(seed=seed), tmp_path / name)
+    found = {}
+    for name in ("here", "elsewhere", "other"):
+        document["evaluate"]["against"] = {"champion": str(tmp_path / name)}
+        found[name] = keys(document)
+    assert found["here"] == found["elsewhere"]
+    assert found["here"]["evaluate"] not in (before["evaluate"], found["other"]["evaluate"])
+    assert found["here"]["merge"] == before["merge"]
 
 
 def test_moving_the_workspace_changes_nothing_but_the_folders(tmp_path: Path) -> None:
