@@ -65,6 +65,7 @@ def evaluate(
     from ebft_core.data.stop_tokens import read_stop_token_ids
     from ebft_core.data.store import read_rows
     from ebft_core.evaluation import compare_models, print_table
+    from ebft_core.evaluation.downstream.check import check_tasks
     from ebft_core.evaluation.outside import digest_outside
     from ebft_core.manifests import write_json_atomic
     from ebft_core.tokenizer import load_tokenizer
@@ -74,6 +75,7 @@ def evaluate(
     if output is not None:
         _must_be_folder(output.absolute().parent, "--output")
     digest_outside(config)
+    check_tasks(config)
     console = Console(stderr=True)
     tokenizer = load_tokenizer(baseline, config.model)
     with tempfile.TemporaryDirectory(prefix="ebft-evaluate-") as scratch:

@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +36,7 @@ def check_harness(task: LMEvalTask, where: str) -> None:
     """
     if task.include_path is not None and not Path(task.include_path).expanduser().is_dir():
         raise UserError("no such folder", where=f"{where}.include_path", value=task.include_path)
-    if task.task not in _task_manager(task).all_subtasks:
+    if task.task not in _task_manager(task.include_path).all_subtasks:
         raise UserError(
             "the harness has no such task",
             where=f"{where}.task",
@@ -60,7 +61,7 @@ def run_harness(
     results: Any = simple_evaluate(
         HFLM(pretrained=policy, tokenizer=tokenizer, batch_size=config.evaluate.batch_rows),
         tasks=[task.task],
-        task_manager=_task_manager(task),
+        task_manager=_task_manager(task.include_path),
         num_fewshot=task.num_fewshot,
         limit=task.limit,
         bootstrap_iters=0,
@@ -93,8 +94,10 @@ def _scores(
     return mean_of([float(value) for value in values if value is not None])
 
 
-def _task_manager(task: LMEvalTask) -> Any:
+@cache
+def _task_manager(include_path: str | None) -> Any:
+    """The harness's index of tasks, which takes it a while to make."""
     from lm_eval.tasks import TaskManager
 
-    include = None if task.include_path is None else str(Path(task.include_path).expanduser())
-    return TaskManager(include_path=include)
+    folder = None if include_path is None else str(Path(include_path).expanduser())
+    return TaskManager(include_path=folder)
