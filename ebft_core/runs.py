@@ -181,6 +181,8 @@ def digest_inputs(config: RunConfig) -> str:
 
 def _external(config: RunConfig, data: str, base: str | None) -> dict[str, Any]:
     """Stage → what it reads from outside the run, as digests."""
+    outside = digest_outside(config)
+    shows_heldout = config.trainer.eval_every is not None  # in the journal, which is part of the output
     return {
         "prepare_base": {"base": base, "chat_template": _file_digest(config)},
         "tokenize": {
@@ -189,8 +191,11 @@ def _external(config: RunConfig, data: str, base: str | None) -> dict[str, Any]:
             "transform": fingerprint_transform(config.data.transform),
             "extra": bool(config.rewards),  # columns kept for rewards, whatever their weights are
         },
-        "train": {"rewards": fingerprint_rewards(config.rewards)},
-        "evaluate": digest_outside(config),
+        "train": {
+            "rewards": fingerprint_rewards(config.rewards),
+            "heldout": outside.get("evaluate.heldout") if shows_heldout else None,
+        },
+        "evaluate": outside,
     }
 
 

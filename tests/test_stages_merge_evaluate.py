@@ -32,7 +32,8 @@ def inputs(tmp_path: Path) -> dict[str, Path]:
     write_base(folders["prepare_base"], BaseModelInfo(base, digest, "test"))
     rows = [make_row([length], length) for length in (18, 25, 30)]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "row_id"}
-    Dataset.from_dict(columns).save_to_disk(str(folders["tokenize"] / "heldout"))
+    for side in ("train", "heldout"):
+        Dataset.from_dict(columns).save_to_disk(str(folders["tokenize"] / side))
     policy = get_peft_model(tiny_model(seed=0), LoraConfig(target_modules="all-linear", use_rslora=True))
     with torch.no_grad():
         for name, parameter in policy.named_parameters():

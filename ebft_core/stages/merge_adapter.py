@@ -49,7 +49,7 @@ def _merge(context: StageContext, adapter: Path, target: Path) -> dict[str, Any]
             "the merged model is closer to the base than what was trained"
         )
     context.events.phase("check merge")
-    rows = read_rows(context.inputs["tokenize"] / "heldout")
+    rows = read_rows(context.inputs["tokenize"] / "train")  # held-out rows there may be none
     prompts = [rows[i]["input_ids"][:CHECK_TOKENS] for i in range(min(CHECK_PROMPTS, len(rows)))]
     check = check_merge(base.path, adapter, target, prompts_ids=prompts)
     return {"kind": "merged", **report.to_json(), "check": check.to_json()}

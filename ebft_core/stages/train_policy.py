@@ -20,7 +20,6 @@ from torch.utils.data import Dataset
 
 from ebft_core.base_model import BaseModelInfo, read_start
 from ebft_core.config import RunConfig
-from ebft_core.data.stop_tokens import read_stop_token_ids
 from ebft_core.errors import UserError
 from ebft_core.evaluation import training_evaluator
 from ebft_core.models import (
@@ -33,6 +32,7 @@ from ebft_core.models import (
 )
 from ebft_core.rows import row_anchors
 from ebft_core.stage_runner import StageContext
+from ebft_core.stages.evaluate_model import heldout_rows
 from ebft_core.stages.structured_training import generation, own_scorer
 from ebft_core.stages.training import train_to_end, training_summary
 from ebft_core.trainers.arguments import count_steps, training_arguments
@@ -133,15 +133,14 @@ def _evaluator(context: StageContext, feature_model: nn.Module | None, pad_token
     trainer = context.config.trainer
     if trainer.eval_every is None:
         return None
-    heldout = load_from_disk(str(context.inputs["tokenize"] / "heldout"))
+    heldout, stop_token_ids = heldout_rows(context)
     rows = [{**heldout[i], "row_id": i} for i in range(min(trainer.eval_rows, len(heldout)))]
-    structured = context.config.ebft.mode == "structured"
     return training_evaluator(
         rows,
         context.config,
         feature_model=feature_model,
         pad_token_id=pad_token_id,
-        stop_token_ids=read_stop_token_ids(context.inputs["tokenize"]) if structured else (),
+        stop_token_ids=stop_token_ids,
     )
 
 
