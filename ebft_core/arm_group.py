@@ -19,7 +19,7 @@ from ebft_core.comparison import Kind
 from ebft_core.config import RunConfig
 from ebft_core.errors import UserError
 from ebft_core.manifests import digest_json, write_json_atomic
-from ebft_core.runs import RunPlan, StagePlan, plan_run, write_run_folder
+from ebft_core.runs import RunPlan, StagePlan, plan_runs, write_run_folder
 
 GROUP_FILE = "arms.json"
 STAGE = "compare"
@@ -82,8 +82,8 @@ def plan_group(
     """
     if not arms:
         raise UserError("nothing to compare with the base", where="--arms", expected="a further arm")
-    plan = plan_run(config)
-    runs = {arm.name: ArmRun(arm, plan_run(arm_config)) for arm, arm_config in arms}
+    plan, *plans = plan_runs([config, *(arm_config for _, arm_config in arms)])
+    runs = {arm.name: ArmRun(arm, planned) for (arm, _), planned in zip(arms, plans, strict=True)}
     _refuse_equal(runs)
     models = {name: run.model.key for name, run in runs.items()}
     key = digest_json(

@@ -8,7 +8,7 @@ Two runs that agree on these share the stage's output; a change anywhere gives a
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -138,11 +138,26 @@ def plan_run(config: RunConfig) -> RunPlan:
     Raises:
         UserError: a source matches no file or cannot be reached, or the base model's folder is not one.
     """
+    (plan,) = plan_runs([config])
+    return plan
+
+
+def plan_runs(configs: Sequence[RunConfig]) -> list[RunPlan]:
+    """Plan several runs as `plan_run` does; data and base model that they share are digested once."""
+    digests: dict[tuple[str, str], tuple[str, str | None]] = {}
+    plans = []
+    for config in configs:
+        read = (config.data.model_dump_json(), config.model.model_dump_json())
+        if read not in digests:
+            digests[read] = digest_sources(config.data.sources, remote_of(config)), _base_digest(config)
+        plans.append(_plan(config, *digests[read]))
+    return plans
+
+
+def _plan(config: RunConfig, data: str, base: str | None) -> RunPlan:
     working_dir = Path.cwd()
     workspace = workspace_folder(config)
     document = redact(config.model_dump(mode="json"))
-    data = digest_sources(config.data.sources, remote_of(config))
-    base = _base_digest(config)
     code = code_digest()
     stages = tuple(
         StagePlan(name, key, workspace / "stages" / name / key, workspace / "work" / name / key)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ebft_core.arm_group import STAGE, read_group
 from ebft_core.arms import BASE
-from ebft_core.comparison import ArmsComparison
+from ebft_core.comparison import SFT, ArmsComparison
 from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.table import verdict
 from ebft_core.runs import RunPlan, read_plan
@@ -33,7 +33,7 @@ def build_comparison_report(run_dir: Path, failed: Mapping[str, str]) -> str:
     """
     plan, group = read_plan(run_dir), read_group(run_dir)
     comparison = read_comparison(plan)
-    drawn = best_first(comparison)[:PALETTE_SIZE]
+    drawn = _drawn(comparison)
     folders = {name: Path(group["arms"][name]["run_dir"]) for name in drawn}
     template = page_environment().get_template("comparison.html.j2")
     return template.render(
@@ -72,6 +72,12 @@ def best_first(comparison: ArmsComparison) -> list[str]:
         return sign * value if math.isfinite(value) else math.inf
 
     return sorted(comparison.arms, key=place)
+
+
+def _drawn(comparison: ArmsComparison) -> list[str]:
+    """The best arms, as many as there are colours. SFT last: in charts that it is not in, colours stay."""
+    best = best_first(comparison)[:PALETTE_SIZE]
+    return sorted(best, key=lambda name: comparison.stages[name] == SFT)
 
 
 def columns(comparison: ArmsComparison) -> list[str]:

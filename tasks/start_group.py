@@ -112,7 +112,7 @@ def request_comparison(
     wanted = resolved.compare.arms if arms is None else arms
     planned = compare_arms(resolved, wanted, own_arms or {}, budget)
     metric = resolved.compare.metric
-    return _request("compare", config, overrides, resolved, planned, metric, f"{budget.text} each")
+    return _request("compare", config, overrides, resolved, planned, metric, budget.text)
 
 
 def request_sweep(
@@ -129,10 +129,9 @@ def request_sweep(
     resolved = read_config(config, overrides)
     wanted, where = (resolved.sweep.grid, "sweep.grid") if grid is None else (grid, "--grid")
     planned = sweep_arms(wanted, where=where)
-    budget = Budget.of(resolved, None, None).text
     varied = any(key.startswith(("trainer.max_", "trainer.num_train_epochs")) for key in wanted)
-    said = "as long as the grid says" if varied else f"{budget} each"
-    return _request("sweep", config, overrides, resolved, planned, resolved.sweep.metric, said)
+    budget = "the steps of the grid" if varied else Budget.of(resolved, None, None).text
+    return _request("sweep", config, overrides, resolved, planned, resolved.sweep.metric, budget)
 
 
 def check_parallel(config: RunConfig, parallel: int) -> int:

@@ -181,7 +181,7 @@ def grouped(tmp_path: Path, **change: Any) -> Any:
     config = parse_config(document)
     arms = sweep_arms({"ebft.ce_coef": [0, 1.0]}, where="--grid")[1:]
     planned = [(arm, resolved(document, arm)) for arm in arms]
-    return plan_group("sweep", config, planned, metric="cfm", budget="4 optimiser steps each")
+    return plan_group("sweep", config, planned, metric="cfm", budget="4 optimiser steps")
 
 
 def test_arms_share_base_and_rows_and_nothing_that_training_makes(tmp_path: Path) -> None:

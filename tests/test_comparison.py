@@ -42,7 +42,7 @@ def comparison(
     return ArmsComparison(
         kind=kind,
         metric="cfm",
-        budget="40 optimiser steps each",
+        budget="40 optimiser steps",
         best=best,
         stages={name: "sft" if name == "sft" else "merge" for name in cfm if name != BASE},
         arms={
@@ -75,7 +75,7 @@ def test_the_answer_is_what_the_intervals_say(
 ) -> None:
     answer = comparison(cfm, half=half).answer
     assert answer.startswith(beginning), answer
-    assert answer.endswith("on 7 held-out documents after 40 optimiser steps each.")
+    assert answer.endswith("on 7 held-out documents after 40 optimiser steps.")
 
 
 def test_sft_is_held_against_the_best_arm_of_ebft() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -129,7 +130,7 @@ def test_all_arms_are_measured_on_the_same_rows(compared: Finished) -> None:
     assert compared.result["comparison"] == comparison.to_json()
     assert compared.result["failed"] == {}
     assert comparison.answer.startswith(("Yes: ", "No: ", "Not determined: "))
-    assert "4 optimiser steps each" in comparison.answer
+    assert comparison.answer.endswith("after 4 optimiser steps.")
 
 
 def test_mlflow_has_the_arms_below_one_parent_with_comparable_numbers(compared: Finished) -> None:
@@ -158,11 +159,12 @@ def test_the_report_is_one_file_with_curves_and_samples_of_every_arm(compared: F
     assert (tags.open, tags.fetched) == ([], [])
     assert "script" not in tags.names
     assert "Samples side by side" in page
-    assert 'aria-label="Cross-entropy: sft, ebft, ebft+ce"' in page or page.count("Cross-entropy: ") == 1
+    (label,) = re.findall('aria-label="Cross-entropy: (.*?)"', page)
+    assert sorted(label.split(", ")) == sorted(ARMS)
     for name in ARMS:
         assert f"<summary>{name}</summary>" in page
         assert f'<div class="dim">{name}</div>' in page
-    assert "optimiser steps each" in page
+    assert "every arm: 4 optimiser steps" in page
 
 
 def test_a_sweep_reports_its_failed_arm_and_trains_nothing_twice(compared: Finished) -> None:
@@ -171,7 +173,6 @@ def test_a_sweep_reports_its_failed_arm_and_trains_nothing_twice(compared: Finis
     output = lines(sweep, ExitCode.DONE)
     result = output[-1]
     assert list(result["failed"]) == ["target_modules=nonsense"]
-    assert "nonsense" in result["failed"]["target_modules=nonsense"] or result["failed"]
     # The other one is the arm `ebft+ce` under another name: found by its key.
     assert "target_modules=all-linear · train" in stages_said(output, "skipped")
     plan = read_plan(Path(result["run_dir"]))
