@@ -19,6 +19,7 @@ from ebft_core.runs import read_plan
 from tasks.approval import ask
 from tasks.mlflow_uri import reach_artifacts
 from tasks.observe import notify
+from tasks.report_markdown import markdown_table
 from tasks.report_promotion import DECISION_JSON, check_rows
 from tasks.stage_task import artifact_key, check_inputs, stage_task
 from tasks.transient import TransientError
@@ -102,14 +103,8 @@ def apply_decision(run_dir: str, document: dict[str, Any], mlflow_uri: str, cham
     table = check_rows(decision)
     what = f"{document['name']} version {document['version']}"
     create_table_artifact(table=table, key=artifact_key("promote"), description=f"{what}: {decision.reason}")
-    lines = [f"| {' | '.join(row.values())} |" for row in table]
-    head = [
-        f"**{what}** {decision.reason}",
-        "",
-        f"| {' | '.join(table[0])} |",
-        "| --- " * len(table[0]) + "|",
-    ]
-    create_markdown_artifact("\n".join([*head, *lines]), key=f"{artifact_key('promote')}-decision")
+    text = f"**{what}** {decision.reason}\n\n{markdown_table(table)}"
+    create_markdown_artifact(text, key=f"{artifact_key('promote')}-decision")
     get_run_logger().info("%s: %s", what, decision.reason)
     notify("promote", "message", text=f"{what} {decision.reason}")
     notify("promote", "done")

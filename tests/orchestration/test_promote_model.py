@@ -104,7 +104,9 @@ def published_run(
     write_json_atomic(staged / "rollouts.json", {"schema": "ebft.rollouts/1", "rollouts": []})
     evaluation = commit_folder(staged, plan.stage("evaluate").output, schema="ebft.evaluate/1", meta={})
     staged.mkdir()
-    meta = {"name": registry.name, "version": version, "run_id": registry.version(version).run_id}
+    model = registry.version(version)
+    meta = {"name": model.name, "version": version, "alias": "challenger"}
+    meta |= {"run_id": model.run_id, "source": model.source}
     published = commit_folder(staged, plan.stage("publish").output, schema="ebft.publish/1", meta=meta)
     return Published(plan.run_dir, published.to_json(), evaluation.to_json(), registry, version)
 
