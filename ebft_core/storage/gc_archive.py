@@ -15,7 +15,7 @@ from ebft_core.config import RetentionConfig, StorageConfig
 from ebft_core.storage.archive import STAGE_SETS
 from ebft_core.storage.folders import BLOBS, SETS, Folders, FolderSet
 from ebft_core.storage.retention import DAY, Garbage, KnownRun, kept_runs, needed_stages
-from ebft_core.storage.run_copies import RUN_SETS, WORK_SETS
+from ebft_core.storage.run_copies import CHECKPOINT_SETS, RUN_SETS
 from ebft_core.storage.store import Entry, Store
 
 _SUFFIX = ".json"
@@ -112,6 +112,6 @@ def _set_name(file: str) -> str:
 
 
 def _stage(file: str) -> tuple[str, str]:
-    """Stage and key of `sets/stages/<stage>/<key>.json`, or of the same below `sets/work/`."""
-    name, key = _set_name(file).removeprefix(STAGE_SETS).removeprefix(WORK_SETS).split("/")
+    """Stage and key of `sets/stages/<stage>/<key>.json`, or of the same below `sets/checkpoints/`."""
+    name, key = _set_name(file).removeprefix(STAGE_SETS).removeprefix(CHECKPOINT_SETS).split("/")
     return name, key

@@ -1,7 +1,7 @@
 """What the archive keeps of a run beside its stages: the run's folder, and the newest checkpoint.
 
-    sets/runs/<run>            configuration, plan, journals, logs, report
-    sets/work/<stage>/<key>    the newest checkpoint of a stage that is not finished
+    sets/runs/<run>                   configuration, plan, journals, logs, report
+    sets/checkpoints/<stage>/<key>    the newest checkpoint of a stage that is not finished
 
 Another machine that starts the same run goes on with both. Trouble ends no run.
 """
@@ -26,7 +26,7 @@ from ebft_core.storage.store import StorageTrouble
 
 logger = logging.getLogger(__name__)
 
-RUN_SETS, WORK_SETS = "runs/", "work/"
+RUN_SETS, CHECKPOINT_SETS = "runs/", "checkpoints/"
 RUN = "run"
 _OF_THIS_MACHINE = ("stages", NOTES, "lease.*", ".*")
 _PLANNED_HERE = frozenset({"plan.json", "config.yaml"})
@@ -78,7 +78,7 @@ def fetch_checkpoint(archive: Archive, stage: StagePlan) -> str | None:
         StorageTrouble: it is there, but does not come whole.
         Interrupted: asked to stop.
     """
-    found = archive.folders.find(_work_set(stage)) if stage.state == "missing" else None
+    found = archive.folders.find(_checkpoint_set(stage)) if stage.state == "missing" else None
     if found is None or found.facts["lineage"] != archive.lineage(stage):
         return None
     staging = stage.work.with_name(f".restoring-{stage.key}")
@@ -121,7 +121,7 @@ def kept_checkpoints(archive: Archive, stage: StagePlan, minutes: float) -> Iter
 def forget_checkpoint(archive: Archive, stage: StagePlan) -> None:
     """Remove the copy of a stage that is finished. Trouble is logged; `ebft gc` removes it later."""
     try:
-        archive.store.delete(f"{SETS}{_work_set(stage)}.json")
+        archive.store.delete(f"{SETS}{_checkpoint_set(stage)}.json")
     except StorageTrouble as trouble:
         logger.info("the copy of a checkpoint was not removed: %s", trouble.reason)
 
@@ -162,7 +162,7 @@ class _Keeper:
                 "lineage": self._archive.lineage(self._stage),
                 "run_key": self._archive.plan.run_key,
             }
-            folders.put(staging, _work_set(self._stage), facts)
+            folders.put(staging, _checkpoint_set(self._stage), facts)
             _put_run(self._archive, folders)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
@@ -179,8 +179,8 @@ def _put_run(archive: Archive, folders: Folders) -> str:
     return f"in the archive {archive.location}"
 
 
-def _work_set(stage: StagePlan) -> str:
-    return f"{WORK_SETS}{stage.name}/{stage.key}"
+def _checkpoint_set(stage: StagePlan) -> str:
+    return f"{CHECKPOINT_SETS}{stage.name}/{stage.key}"
 
 
 def _size(folder: Path) -> int:

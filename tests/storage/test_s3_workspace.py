@@ -122,7 +122,7 @@ def test_another_machine_goes_on_from_the_newest_checkpoint(machines: Any, minut
     with archived_run(here.plan, here.config):
         assert here.run("prepare_base", "work") == ExitCode.DONE
         program = here.start("tokenize", "save")
-        copies = "sets/work/tokenize/"
+        copies = "sets/checkpoints/tokenize/"
         while not here.journal("tokenize") or (minutes and not archive.store.list(copies)):
             assert program.poll() is None
             time.sleep(0.05)
@@ -158,7 +158,7 @@ def test_a_checkpoint_of_other_inputs_is_not_taken(machines: Any) -> None:
     make(replace(here.plan.stage("train"), output=checkpoint))
     write_run_folder(here.plan, here.config)
     with kept_checkpoints(archives[0], here.plan.stage("train"), 0.001):
-        while not archives[0].store.list("sets/work/train/"):
+        while not archives[0].store.list("sets/checkpoints/train/"):
             time.sleep(0.02)
     assert fetch_checkpoint(archives[1], there.plan.stage("train")) is None
     shutil.rmtree(here.plan.stage("train").work)
