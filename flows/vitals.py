@@ -37,7 +37,11 @@ VITALS = (
     Vital("ebft/entropy", "entropy", None, (0.05, 0.5)),
     Vital("train/grad_norm", "gradient norm", None, (0.1, 3.0)),
     Vital("sft/loss", "loss", "lower"),
+    Vital("sft/token_accuracy", "token accuracy", "higher"),
+    Vital("sft/grad_norm", "gradient norm", None),
 )
+_GROUPS = ("perf", "sft")
+"""Where a training's step times and memory stand: EBFT's, the warm start's."""
 _PHASES = ("rollout", "features", "update")
 
 
@@ -72,9 +76,9 @@ class Vitals:
             self.values[name] = value
             if math.isfinite(value):
                 self._history.setdefault(name, deque(maxlen=WINDOW)).append(value)
-        if event["total"] is not None and "perf/step_seconds" in self._history:
-            seconds = median(self._history["perf/step_seconds"])
-            self._left = seconds * (event["total"] - event["step"])
+        seconds = next((h for group in _GROUPS if (h := self._history.get(f"{group}/step_seconds"))), None)
+        if event["total"] is not None and seconds is not None:
+            self._left = median(seconds) * (event["total"] - event["step"])
 
     def readings(self) -> Iterator[Reading]:
         """The vitals that this training has."""
@@ -88,16 +92,16 @@ class Vitals:
 
     def pace(self) -> list[str]:
         """Speed, time left and memory."""
-        values = self.values
         parts = []
-        if "perf/step_seconds" in values:
-            parts.append(f"{values['perf/step_seconds']:.3g} s/step")
+        step_seconds, memory = self._measured("step_seconds"), self._measured("peak_memory_mb")
+        if step_seconds is not None:
+            parts.append(f"{step_seconds:.3g} s/step")
         if math.isfinite(self._left):
             parts.append(f"{duration(self._left)} left")
-        if "rollout/tokens_per_second" in values:
-            parts.append(f"{values['rollout/tokens_per_second']:,.0f} tokens/s")
-        if "perf/peak_memory_mb" in values:
-            parts.append(f"{values['perf/peak_memory_mb'] / 1024:.2f} GiB")
+        if "rollout/tokens_per_second" in self.values:
+            parts.append(f"{self.values['rollout/tokens_per_second']:,.0f} tokens/s")
+        if memory is not None:
+            parts.append(f"{memory / 1024:.2f} GiB")
         return parts
 
     def shares(self) -> str:
@@ -105,6 +109,10 @@ class Vitals:
         whole = self.values.get("perf/step_seconds", 0.0)
         seconds = {name: self.values.get(f"perf/{name}_seconds") for name in _PHASES}
         return ", ".join(f"{n} {s / whole:.0%}" for n, s in seconds.items() if s is not None and whole > 0)
+
+    def _measured(self, name: str) -> float | None:
+        found = (self.values.get(f"{group}/{name}") for group in _GROUPS)
+        return next((value for value in found if value is not None), None)
 
 
 def trend(values: deque[float] | tuple[float, ...]) -> str:

@@ -93,6 +93,13 @@ def test_rollouts_stand_beside_the_vitals_below_them_or_nowhere() -> None:
     assert "rollouts of step 1" not in texts[2]
 
 
+def test_a_warm_start_has_vitals_of_its_own() -> None:
+    values = {"sft/loss": 2.5, "sft/token_accuracy": 0.4, "sft/step_seconds": 3.0, "sft/peak_memory_mb": 2048}
+    text = feed(terminal(), {"kind": "metrics", "step": 2, "total": 4, "values": values})
+    assert "3 s/step  6 s left  2.00 GiB" in text
+    assert "token accuracy  0.4" in text
+
+
 def test_a_stage_that_begins_again_begins_at_nothing() -> None:
     console = terminal()
     text = feed(console, metrics(7), SAMPLES, {"kind": "done"}, {"kind": "started"}, metrics(1))
