@@ -25,6 +25,7 @@ TESTED: Mapping[str, str] = {
     "mlflow": "3.17.2",
     "prefect": "3.8.8",
     "httpx": "0.28.1",
+    "sacrebleu": "2.6.0",
 }
 _PROJECT = "ebft"
 

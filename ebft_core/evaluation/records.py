@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+import numpy as np
 
 from ebft_core.bootstrap import Floats
 
@@ -73,6 +75,12 @@ class ProblemScores:
     def value(self) -> float:
         """The metric on all problems."""
         return float(self.score(self.statistics_SP.sum(axis=1, keepdims=True))[0])
+
+
+def mean_of(values: Sequence[float]) -> ProblemScores:
+    """A metric that is the mean of one value per problem."""
+    statistics_2P = np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))])
+    return ProblemScores(statistics_2P, lambda sums_2X: sums_2X[0] / sums_2X[1])
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ from ebft_core.bootstrap import bootstrap_statistics, paired_bootstrap
 from ebft_core.config.tasks_section import ExactMatchTask, PassAtKTask, TextOverlapTask
 from ebft_core.evaluation.downstream.scoring import (
     exact_match,
-    mean_of,
     overlap_scores,
     pass_at_k,
     program_of,
 )
 from ebft_core.evaluation.downstream.writing import cut_at
 from ebft_core.evaluation.metrics import METRICS, metric_of
+from ebft_core.evaluation.records import mean_of
 
 HOW: dict[str, Any] = {"resamples": 300, "confidence": 0.9, "seed": 3}
 

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ebft_core.config import RunConfig
 from ebft_core.config.tasks_section import LMEvalTask
 from ebft_core.errors import UserError
-from ebft_core.evaluation.downstream.scoring import mean_of
-from ebft_core.evaluation.records import ProblemScores
+from ebft_core.evaluation.records import ProblemScores, mean_of
 from ebft_core.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -16,16 +16,10 @@ from sacrebleu.metrics.chrf import CHRF
 
 from ebft_core.bootstrap import Floats
 from ebft_core.config.tasks_section import ExactMatchTask, PassAtKTask, TextOverlapTask
-from ebft_core.evaluation.records import ProblemScores
+from ebft_core.evaluation.records import ProblemScores, mean_of
 
 _FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)
 _BLEU_ORDER = 4
-
-
-def mean_of(values: Sequence[float]) -> ProblemScores:
-    """A metric that is the mean of one value per problem."""
-    statistics_2P = np.stack([np.asarray(values, dtype=np.float64), np.ones(len(values))])
-    return ProblemScores(statistics_2P, lambda sums_2X: sums_2X[0] / sums_2X[1])
 
 
 def exact_match(answer: str, references: Sequence[str], task: ExactMatchTask) -> bool:

@@ -24,14 +24,13 @@ from ebft_core.evaluation.downstream.problems import read_problems
 from ebft_core.evaluation.downstream.programs import run_programs
 from ebft_core.evaluation.downstream.scoring import (
     exact_match,
-    mean_of,
     overlap_scores,
     pass_at_k,
     program_of,
 )
 from ebft_core.evaluation.downstream.writing import Writer, ask_problems, ask_rows
 from ebft_core.evaluation.metrics import TASK_PREFIX
-from ebft_core.evaluation.records import AnswerRecord, ProblemScores
+from ebft_core.evaluation.records import AnswerRecord, ProblemScores, mean_of
 from ebft_core.evaluation.sampling import Row
 from ebft_core.tokenizer import Tokenizer
 
