@@ -55,10 +55,15 @@ def _run(name: str, call: Call, devices: SimpleQueue[str | None]) -> dict[str, A
     device = devices.get()
     variables = {} if device is None else {"CUDA_VISIBLE_DEVICES": device}
     try:
-        with labelled(name), stage_environment(variables):
+        with labelled(name, _shown), stage_environment(variables):
             return call()
     finally:
         devices.put(device)
+
+
+def _shown(stage: str, kind: str) -> bool:
+    """Not the report, nor that base and rows are there: a view of many arms has little room."""
+    return stage != "report" and not (stage in ("prepare_base", "tokenize") and kind == "skipped")
 
 
 def _outcomes(futures: Mapping[str, Future[dict[str, Any]]]) -> Outcomes:

@@ -24,15 +24,19 @@ def observing(observer: Observer) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def labelled(label: str) -> Iterator[None]:
-    """Put a label before the names of the stages that run inside the block: several runs, one view."""
+def labelled(label: str, shown: Callable[[str, str], bool]) -> Iterator[None]:
+    """Put a label before the names of the stages that run inside the block: several runs, one view.
+
+    `shown` says whether an event is handed on, from the stage's name and the event's kind.
+    """
     outer = _OBSERVER.get()
     if outer is None:
         yield
         return
 
     def relabel(stage: str, event: Mapping[str, Any]) -> None:
-        outer(f"{label} · {stage}", event)
+        if shown(stage, event["kind"]):
+            outer(f"{label} · {stage}", event)
 
     with observing(relabel):
         yield

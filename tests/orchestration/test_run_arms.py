@@ -62,11 +62,13 @@ def test_so_many_run_at_a_time_and_no_more(parallel: int) -> None:
     assert most[0] == parallel
 
 
-def test_events_carry_the_name_of_their_arm() -> None:
+def test_events_carry_the_name_of_their_arm_and_what_all_share_is_not_repeated() -> None:
     seen: list[str] = []
 
     def call() -> dict[str, Any]:
+        notify("tokenize", "skipped")
         notify("train", "started")
+        notify("report", "started")
         return {}
 
     with observing(lambda stage, event: seen.append(stage)):
