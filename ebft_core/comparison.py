@@ -180,5 +180,6 @@ def _price(metric: str, estimates: Mapping[str, PairedEstimate]) -> str:
 
 
 def _place(result: ArmsComparison) -> str:
-    documents = next(iter(result.arms.values())).documents
-    return f", on {documents} held-out documents after {result.budget}"
+    counted = next(iter(result.arms.values())).metrics[result.metric].documents
+    unit = "problems" if metric_of(result.metric).per == "problem" else "held-out documents"
+    return f", on {counted} {unit} after {result.budget}"

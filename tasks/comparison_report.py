@@ -12,7 +12,7 @@ from typing import Any
 from ebft_core.arm_group import STAGE, read_group
 from ebft_core.arms import BASE
 from ebft_core.comparison import SFT, ArmsComparison
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.evaluation.metrics import TASK_PREFIX, metric_of
 from ebft_core.evaluation.table import verdict
 from ebft_core.runs import RunPlan, read_plan
 from tasks.charts import PALETTE_SIZE
@@ -81,8 +81,10 @@ def _drawn(comparison: ArmsComparison) -> list[str]:
 
 
 def columns(comparison: ArmsComparison) -> list[str]:
-    """The metrics of the table of arms."""
-    return list(dict.fromkeys((comparison.metric, *COLUMNS)))
+    """The metrics of the table of arms: the one that decides, the usual ones, those of downstream tasks."""
+    measured = next(iter(comparison.arms.values())).metrics
+    tasks = (name for name in measured if name.startswith(TASK_PREFIX))
+    return list(dict.fromkeys((comparison.metric, *COLUMNS, *tasks)))
 
 
 def arm_rows(comparison: ArmsComparison) -> list[dict[str, Any]]:
