@@ -23,8 +23,8 @@ from typing import Any, Literal
 
 from ebft_core.arms import BASE
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.summary import Evaluation
+from ebft_core.metrics import metric_of
 
 SCHEMA = "ebft.comparison/1"
 SFT = "sft"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ebft_core.bootstrap import Interval, PairedEstimate
 from ebft_core.config.promotion_section import PromotionConfig
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.metrics import metric_of
 
 SCHEMA = "ebft.decision/1"
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from ebft_core.arm_group import read_group
 from ebft_core.comparison import ArmsComparison
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.metrics import metric_of
 from ebft_core.runs import read_plan
 from flows.summary import service_places
 from tasks.comparison_report import arm_rows, columns, read_comparison

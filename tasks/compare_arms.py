@@ -9,7 +9,7 @@ from typing import Any
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
 from ebft_core.comparison import ArmsComparison
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.metrics import metric_of
 from ebft_core.runs import read_plan
 from tasks.comparison_report import arm_rows, columns, read_comparison
 from tasks.stage_task import artifact_key, run_stage, stage_task

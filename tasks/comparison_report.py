@@ -12,8 +12,8 @@ from typing import Any
 from ebft_core.arm_group import STAGE, read_group
 from ebft_core.arms import BASE
 from ebft_core.comparison import SFT, ArmsComparison
-from ebft_core.evaluation.metrics import TASK_PREFIX, metric_of
 from ebft_core.evaluation.table import verdict
+from ebft_core.metrics import TASK_PREFIX, metric_of
 from ebft_core.runs import RunPlan, read_plan
 from tasks.charts import PALETTE_SIZE
 from tasks.report import comparison_rows, page_environment

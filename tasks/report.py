@@ -13,10 +13,10 @@ import jinja2
 
 from ebft_core.base_model import read_base
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.summary import Evaluation
 from ebft_core.evaluation.table import verdict
 from ebft_core.manifests import read_meta, verify_folder
+from ebft_core.metrics import metric_of
 from ebft_core.runs import RunPlan, read_plan
 from tasks.report_answers import answer_views
 from tasks.report_charts import report_charts

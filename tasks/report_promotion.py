@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.metrics import metric_of
 from ebft_core.promotion import Check, Decision
 
 DECISION_JSON = "decision.json"

@@ -25,7 +25,7 @@ from ebft_core.config.legacy_names import NOT_NEEDED, RENAMED
 from ebft_core.config.schema_view import keys_at, node_at
 from ebft_core.config.yaml_reader import read_document
 from ebft_core.data.preview import preview
-from ebft_core.evaluation.metrics import METRICS as EVALUATION_METRICS
+from ebft_core.metrics import METRICS as EVALUATION_METRICS
 from ebft_core.trainers.metrics import StepSums
 from ebft_core.trainers.update import RatioSums
 from flows.cli import app

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from ebft_core.config.problem import Problem
 from ebft_core.config.schema import RunConfig
-from ebft_core.evaluation.metrics import METRICS, TASK_PREFIX
+from ebft_core.metrics import METRICS, TASK_PREFIX
 
 DIRECTED = tuple(name for name, metric in METRICS.items() if metric.better is not None)
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from ebft_core.evaluation.metrics import METRICS, Metric
 from ebft_core.evaluation.records import BlockRecord, LikelihoodRecord, Measurements
 from ebft_core.evaluation.summary import Evaluation, Reference, RolloutExample
 from ebft_core.evaluation.table import print_table
+from ebft_core.metrics import METRICS, Metric
 
 if TYPE_CHECKING:
     from ebft_core.evaluation.compare import (

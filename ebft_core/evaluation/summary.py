@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Self
 
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import metric_of
+from ebft_core.metrics import metric_of
 
 SCHEMA = "ebft.evaluation/1"
 

@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ebft_core.bootstrap import PairedEstimate
-from ebft_core.evaluation.metrics import metric_of
 from ebft_core.evaluation.summary import Evaluation
+from ebft_core.metrics import metric_of
 
 
 def print_table(evaluation: Evaluation, console: Console) -> None:

@@ -11,8 +11,9 @@ from peft import LoraConfig, get_peft_model
 
 from ebft_core.config import RunConfig
 from ebft_core.evaluation import Measurements, evaluate_rows, training_evaluator
-from ebft_core.evaluation.metrics import METRICS, document_sums, documents_of, metric_means, metrics_of
+from ebft_core.evaluation.metrics import document_sums, documents_of, metric_means, metrics_of
 from ebft_core.geometry import place_anchors
+from ebft_core.metrics import METRICS
 from ebft_core.rows import row_uniforms
 from evaluation.builders import make_row, run_config, tiny_model
 from evaluation.slow import slow_block, slow_cross_entropy

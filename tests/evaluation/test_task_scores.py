@@ -19,8 +19,8 @@ from ebft_core.evaluation.downstream.scoring import (
     program_of,
 )
 from ebft_core.evaluation.downstream.writing import cut_at
-from ebft_core.evaluation.metrics import METRICS, metric_of
 from ebft_core.evaluation.records import mean_of
+from ebft_core.metrics import METRICS, metric_of
 
 HOW: dict[str, Any] = {"resamples": 300, "confidence": 0.9, "seed": 3}
 

@@ -29,9 +29,9 @@ from ebft_core.evaluation.downstream.scoring import (
     program_of,
 )
 from ebft_core.evaluation.downstream.writing import Writer, ask_problems, ask_rows
-from ebft_core.evaluation.metrics import TASK_PREFIX
 from ebft_core.evaluation.records import AnswerRecord, ProblemScores, mean_of
 from ebft_core.evaluation.sampling import Row
+from ebft_core.metrics import TASK_PREFIX
 from ebft_core.tokenizer import Tokenizer
 
 OnDone = Callable[[int], None]
