@@ -24,6 +24,7 @@ from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.actions import DeploymentUpdate
 from prefect.client.schemas.filters import ArtifactFilter, ArtifactFilterKey
 from prefect.client.schemas.objects import FlowRun
+from prefect.client.schemas.schedules import IntervalSchedule
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from ebft_core.config import load_config
@@ -141,9 +142,10 @@ def test_the_story(service: Service) -> None:
 
 
 def first_scheduled_run_trains_and_promotes(service: Service) -> None:
-    soon = datetime.now(UTC) + timedelta(seconds=5)
-    schedule = ["--interval", "86400", "--anchor-date", soon.isoformat(), "--replace", "--accept-yes"]
-    prefect(service.up, "deployment", "schedule", "create", DEPLOYMENT, *schedule)
+    deployment = service.client.read_deployment_by_name(DEPLOYMENT)
+    soon = datetime.now(UTC) + timedelta(seconds=10)
+    schedule = IntervalSchedule(interval=timedelta(days=7), anchor_date=soon)
+    service.client.create_deployment_schedules(deployment.id, [(schedule, True)])
     run = service.next_run()
     assert (run.state_name, run.auto_scheduled) == ("Promoted", True), run.state.message
     assert "better than base in cross-entropy" in run.state.message
