@@ -13,6 +13,7 @@ import typer
 from ebft_core.cli import ConfigArgument, SetOption, app, exit_codes
 from ebft_core.config import load_config
 from flows import gc_command, group_commands, registry_commands  # noqa: F401 (their commands are installed by the import)
+from flows.environment import quiet_libraries
 from flows.json_logs import JsonLogsOption
 from tasks.services import MLFLOW_PORT, PREFECT_PORT
 
@@ -102,6 +103,7 @@ def deploy(workspace: WorkspaceOption = Path("runs")) -> None:
 
 def main() -> None:
     """Entry point of the console command `ebft`."""
+    quiet_libraries()  # before any command imports Prefect or MLflow
     app()
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from ebft_core.errors import UserError
-from flows.environment import check_server, quiet_libraries
+from flows.environment import check_server
 from tasks.services import QUIET, tail
 
 POOL = "ebft-process"
@@ -22,7 +22,6 @@ def deploy_to_configured(workspace: Path) -> str:
     Raises:
         UserError: there is no such setting, the server does not answer, or as `deploy`.
     """
-    quiet_libraries()
     from prefect.settings import PREFECT_API_URL
 
     api = PREFECT_API_URL.value()
@@ -55,7 +54,7 @@ def deploy(api: str, log: Path) -> None:
     Raises:
         UserError: no `prefect.yaml` here, or one of Prefect's commands failed; with the log's end.
     """
-    from tasks.accelerator_slot import create_slot  # imports Prefect: only after `quiet_libraries`
+    from tasks.accelerator_slot import create_slot
 
     check_deployments()
     _prefect(["work-pool", "create", POOL, "--type", "process", "--overwrite"], api, log)

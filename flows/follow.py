@@ -10,7 +10,7 @@ from typing import TypeVar
 from rich.console import Console
 
 from ebft_core.errors import ExitCode, UserError
-from flows.environment import prefect_api, quiet_libraries
+from flows.environment import prefect_api
 from flows.json_logs import JsonView, write_note
 from flows.live_view import View, open_view
 from flows.stopping import sigterm_as_interrupt
@@ -36,7 +36,6 @@ def follow(run_flow: Callable[[], Result], *, workspace: Path, again: str, json_
         UserError: anything the user can mend.
         SystemExit: 75, the run was stopped and can be resumed; 70, a stage failed.
     """
-    quiet_libraries()
     sigterm_as_interrupt()
     try:
         with _view(json_logs) as view, contextlib.ExitStack() as servers, observing(view):

@@ -15,7 +15,6 @@ from ebft_core.errors import UserError
 from ebft_core.preflight import check_workspace
 from ebft_core.storage.store import open_store
 from flows.deploy import POOL, check_deployments, deploy
-from flows.environment import quiet_libraries
 from flows.stopping import sigterm_as_interrupt
 from tasks.services import (
     HOST,
@@ -43,7 +42,6 @@ def serve(workspace: Path, prefect_port: int, mlflow_port: int, artifacts: str |
         check_artifacts(artifacts)
     check_port(prefect_port, "--prefect-port")
     check_port(mlflow_port, "--mlflow-port")
-    quiet_libraries()
     sigterm_as_interrupt()
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     with contextlib.suppress(KeyboardInterrupt):
