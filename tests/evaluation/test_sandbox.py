@@ -144,6 +144,16 @@ def test_reports_of_the_program_s_own_are_bounded_and_useless() -> None:
 
 
 @needs_sandbox
+def test_no_file_of_ours_is_open_inside() -> None:
+    program = (
+        "import os, stat\nkinds = []\nfor fd in range(32):\n"
+        "    try: kinds.append(stat.S_IFMT(os.fstat(fd).st_mode))\n    except OSError: pass\n"
+        "def f(): return [kinds.count(kind) for kind in (stat.S_IFREG, stat.S_IFSOCK, stat.S_IFIFO)]"
+    )
+    assert verdict(program, "assert f() == [0, 0, 1]").passed  # the pipe of the reports
+
+
+@needs_sandbox
 def test_threads_are_allowed_and_set_order_is_fixed() -> None:
     program = "import threading\nfound = []\nt = threading.Thread(target=found.append, args=(3,))\n"
     assert verdict(f"{program}t.start()\nt.join()\ndef f(): return found[0]").passed
