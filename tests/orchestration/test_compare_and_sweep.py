@@ -17,11 +17,13 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 from mlflow.entities import Run
+from typer.testing import CliRunner
 
 from ebft_core.comparison import ArmsComparison
 from ebft_core.errors import ExitCode
 from ebft_core.manifests import verify_folder
 from ebft_core.runs import read_plan
+from flows.cli import app
 from orchestration.builders import micro_file
 from orchestration.test_report import Tags
 from tasks.comparison_report import read_comparison
@@ -29,7 +31,7 @@ from tasks.start_group import PARENT
 
 pytestmark = [pytest.mark.service, pytest.mark.slow]
 
-ARMS = ["sft", "ebft", "ebft+ce"]
+ARMS = ["sft", "ebft+ce"]
 
 
 @dataclass(frozen=True)
@@ -106,11 +108,11 @@ def comparison_of(finished: Finished) -> ArmsComparison:
 
 
 def test_an_interrupted_comparison_says_how_to_go_on_and_repeats_nothing(compared: Finished) -> None:
-    assert "--arms sft,ebft,ebft+ce --json-logs" in compared.interrupted
+    assert "--arms sft,ebft+ce --json-logs" in compared.interrupted
     skipped = stages_said(compared.output, "skipped")
-    assert {"prepare_base", "tokenize", "sft · sft"} <= set(skipped)
+    assert {"prepare_base", "tokenize", "sft · sft"} == set(skipped)
     started = stages_said(compared.output, "started")
-    assert "ebft · train" in started
+    assert "ebft+ce · train" in started
     assert "sft · train" not in started  # the arm ends with its warm start
     assert started[-2:] == ["compare", "report"]
 
@@ -118,7 +120,7 @@ def test_an_interrupted_comparison_says_how_to_go_on_and_repeats_nothing(compare
 def test_all_arms_are_measured_on_the_same_rows(compared: Finished) -> None:
     comparison = comparison_of(compared)
     assert list(comparison.arms) == ARMS
-    assert comparison.stages == {"sft": "sft", "ebft": "merge", "ebft+ce": "merge"}
+    assert comparison.stages == {"sft": "sft", "ebft+ce": "merge"}
     assert len({(e.rows, e.documents, e.tokens, e.blocks) for e in comparison.arms.values()}) == 1
     for metric in ("cfm", "ce"):
         assert len({e.metrics[metric].base for e in comparison.arms.values()}) == 1
@@ -192,9 +194,7 @@ def test_a_sweep_reports_its_failed_arm_and_trains_nothing_twice(compared: Finis
     ],
 )
 def test_mistakes_are_shown_before_anything_starts(tmp_path: Path, arguments: list[str], text: str) -> None:
-    config = micro_file(tmp_path)
-    run = start(arguments[0], str(config), *arguments[1:])
-    output, errors = run.communicate(timeout=120)
-    assert run.returncode == ExitCode.BAD_INPUT, output
-    assert text in errors
+    result = CliRunner().invoke(app, [arguments[0], str(micro_file(tmp_path)), *arguments[1:]])
+    assert result.exit_code == ExitCode.BAD_INPUT, result.output
+    assert text in result.output
     assert not (tmp_path / "workspace" / "runs").exists()
