@@ -202,11 +202,18 @@ def _range(reading: Reading) -> Text:
     return Text(", ".join(parts), style="dim")
 
 
+def _printable(text: str) -> str:
+    """What a model wrote could otherwise steer the terminal."""
+    return "".join(c if c.isprintable() or c == "\n" else "�" for c in text.expandtabs(4))
+
+
 def _head(text: str) -> str:
+    text = _printable(text)
     short = "\n".join(text[:_SHOWN_CHARACTERS].splitlines()[:_SHOWN_LINES])
     return short if len(short) >= len(text.rstrip()) else f"{short}…"
 
 
 def _tail(text: str) -> str:
+    text = _printable(text)
     short = "\n".join(text[-_SHOWN_CHARACTERS:].splitlines()[-_SHOWN_LINES:])
     return short if len(short) >= len(text.rstrip()) else f"…{short}"

@@ -93,6 +93,13 @@ def test_rollouts_stand_beside_the_vitals_below_them_or_nowhere() -> None:
     assert "rollouts of step 1" not in texts[2]
 
 
+def test_what_a_model_writes_cannot_steer_the_terminal() -> None:
+    row = {"context": "a\tb\x9f", "ground_truth": "c\rd", "sample": "\x1b[2Je\x07", "reward": 0.0}
+    text = feed(terminal(), metrics(1), {"kind": "samples", "step": 1, "rows": [row]})
+    assert all(part in text for part in ("a   b�", "c�d", "�[2Je�"))
+    assert not set(text) & set("\x1b\x07\x9f\r\t")
+
+
 def test_a_warm_start_has_vitals_of_its_own() -> None:
     values = {"sft/loss": 2.5, "sft/token_accuracy": 0.4, "sft/step_seconds": 3.0, "sft/peak_memory_mb": 2048}
     text = feed(terminal(), {"kind": "metrics", "step": 2, "total": 4, "values": values})
