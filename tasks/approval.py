@@ -24,8 +24,8 @@ class Approval(RunInput):
     """The form in Prefect's page of the paused run."""
 
     approve: bool = Field(default=False, description="Make this model the champion")
-    by: str = Field(min_length=1, description="Your name; it is noted on the model's version")
-    comment: str = Field(default="", description="Why")
+    by: str = Field(title="Your name", min_length=1, description="It is noted on the model's version")
+    comment: str = Field(default="", description="Why; it is noted, too")
 
 
 def ask(decision: Decision, what: str, timeout_hours: float) -> tuple[Decision, str]:
