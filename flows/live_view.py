@@ -160,9 +160,8 @@ def vitals_table(vitals: Vitals) -> Table:
     table = Table.grid(padding=(0, 2))
     for reading in vitals.readings():
         style = "yellow" if reading.inside is False else ""
-        table.add_row(
-            reading.vital.label, Text(f"{reading.value:.4g}", style=style), _arrow(reading), _range(reading)
-        )
+        value = f"{round(reading.value, 9) + 0.0:.4g}"  # rounding errors of a zero are no number to read
+        table.add_row(reading.vital.label, Text(value, style=style), _arrow(reading), _range(reading))
     return table
 
 

@@ -78,6 +78,7 @@ def test_the_live_view_shows_values_with_arrows_and_healthy_ranges() -> None:
     (reward,) = lines_with(text, "reward")
     assert "0.8" in reward
     assert "▲" in reward
+    assert "e-17" not in feed(terminal(), metrics(1, **{"ebft/diversity": -2.5e-17}))
     (alignment,) = lines_with(text, "alignment")
     assert "→" in alignment
     assert "healthy 0.3 to 0.9, rising" in alignment
