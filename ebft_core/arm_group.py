@@ -23,7 +23,6 @@ from ebft_core.runs import RunPlan, StagePlan, plan_runs, write_run_folder
 
 GROUP_FILE = "arms.json"
 STAGE = "compare"
-_INPUT = "arm:"
 _NAME_LENGTH = 64
 
 
@@ -33,6 +32,13 @@ class ArmRun:
 
     arm: Arm
     plan: RunPlan
+
+    number: int
+
+    @property
+    def input(self) -> str:
+        """What the stage `compare` calls the arm's model; an arm's own name need not be one of a file."""
+        return f"arm-{self.number}"
 
     @property
     def model(self) -> StagePlan:
@@ -83,7 +89,10 @@ def plan_group(
     if not arms:
         raise UserError("nothing to compare with the base", where="--arms", expected="a further arm")
     plan, *plans = plan_runs([config, *(arm_config for _, arm_config in arms)])
-    runs = {arm.name: ArmRun(arm, planned) for (arm, _), planned in zip(arms, plans, strict=True)}
+    runs = {
+        arm.name: ArmRun(arm, planned, number)
+        for number, ((arm, _), planned) in enumerate(zip(arms, plans, strict=True), 1)
+    }
     _refuse_equal(runs)
     models = {name: run.model.key for name, run in runs.items()}
     key = digest_json(
@@ -97,9 +106,7 @@ def plan_group(
 
 def comparison_plan(group: ArmGroup, finished: Collection[str]) -> RunPlan:
     """The group's plan with its last stage, which reads the models of the arms in `finished`."""
-    models = [
-        replace(run.model, name=f"{_INPUT}{name}") for name, run in group.runs.items() if name in finished
-    ]
+    models = [replace(run.model, name=run.input) for name, run in group.runs.items() if name in finished]
     key = digest_json(
         {
             "stage": STAGE,
@@ -124,7 +131,7 @@ def write_group(group: ArmGroup, plan: RunPlan) -> None:
         "arms": {
             BASE: asdict(Arm(BASE, stage="prepare_base")),
             **{
-                name: {**asdict(run.arm), "run_dir": str(run.plan.run_dir)}
+                name: {**asdict(run.arm), "input": run.input, "run_dir": str(run.plan.run_dir)}
                 for name, run in group.runs.items()
             },
         },
@@ -138,12 +145,12 @@ def read_group(run_dir: Path) -> dict[str, Any]:
     return document
 
 
-def arm_models(inputs: Mapping[str, Path]) -> dict[str, Path]:
-    """Arm → folder of its model, from the inputs of the stage `compare`."""
+def arm_models(inputs: Mapping[str, Path], document: Mapping[str, Any]) -> dict[str, Path]:
+    """Arm → folder of its model: the arms of `arms.json` that are among the inputs of the stage `compare`."""
     return {
-        name.removeprefix(_INPUT): folder / "model"
-        for name, folder in inputs.items()
-        if name.startswith(_INPUT)
+        name: inputs[arm["input"]] / "model"
+        for name, arm in document["arms"].items()
+        if arm.get("input") in inputs
     }
 
 

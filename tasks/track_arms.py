@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from pathlib import Path
@@ -17,6 +16,7 @@ from ebft_core.config import load_config
 from tasks.comparison_report import columns
 from tasks.journal_sync import evaluation_values
 from tasks.mlflow_store import MlflowStore, Point
+from tasks.tracking import noted_run_id
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +55,9 @@ def metric_part(name: str) -> str:
 
 
 def _send(run: ArmRun, points: list[Point], uri: str, *, best: bool) -> None:
-    note = json.loads((run.plan.run_dir / "tracking.json").read_text(encoding="utf-8"))
+    run_id = noted_run_id(run.plan.run_dir)
+    if run_id is None:
+        raise ConnectionError("MLflow has not answered while the arm was trained")
     store = MlflowStore(uri, run.plan, load_config(run.plan.run_dir / "config.yaml"))
-    store.log_points(note["run_id"], points)
-    store.set_tag(note["run_id"], f"ebft.{STAGE}.best", str(best).lower())
+    store.log_points(run_id, points)
+    store.set_tag(run_id, f"ebft.{STAGE}.best", str(best).lower())

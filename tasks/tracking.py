@@ -56,11 +56,13 @@ def tracked_run(
 def wait_for_run_id(run_dir: Path, seconds: float) -> str | None:
     """The run's id in MLflow, once the tracker has it; None if that takes longer than `seconds`."""
     deadline = time.monotonic() + seconds
-    note = run_dir / "tracking.json"
-    while time.monotonic() < deadline:
-        if note.exists():
-            run_id = json.loads(note.read_text(encoding="utf-8")).get("run_id")
-            if run_id is not None:
-                return str(run_id)
+    while (run_id := noted_run_id(run_dir)) is None and time.monotonic() < deadline:
         time.sleep(0.5)
-    return None
+    return run_id
+
+
+def noted_run_id(run_dir: Path) -> str | None:
+    """The run's id in MLflow; None if the tracker has not had it yet."""
+    note = run_dir / "tracking.json"
+    run_id = json.loads(note.read_text(encoding="utf-8")).get("run_id") if note.exists() else None
+    return None if run_id is None else str(run_id)

@@ -216,7 +216,7 @@ def test_the_groups_folder_says_which_arms_there_are(tmp_path: Path) -> None:
     assert list(document["arms"]) == [BASE, "ce_coef=0", "ce_coef=1.0"]
     inputs = {stage.name: stage.output for stage in plan.stages[:-1]}
     model = group.runs["ce_coef=1.0"].plan.stage("merge").output / "model"
-    assert arm_models(inputs) == {"ce_coef=1.0": model}
+    assert arm_models(inputs, document) == {"ce_coef=1.0": model}
 
 
 def test_two_names_for_one_training_are_refused(tmp_path: Path) -> None:

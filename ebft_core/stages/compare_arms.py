@@ -32,7 +32,7 @@ def run(context: StageContext) -> dict[str, Any]:
     """
     config, group = context.config, read_group(context.run_dir)
     base_path = read_base(context.inputs["prepare_base"]).path
-    models = {BASE: base_path, **arm_models(context.inputs)}
+    models = {BASE: base_path, **arm_models(context.inputs, group)}
     context.events.phase("evaluate")
     heldout, stop_token_ids = heldout_rows(context)
     rows = select_rows(heldout, config)

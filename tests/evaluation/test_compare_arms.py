@@ -27,7 +27,12 @@ GROUP: dict[str, Any] = {
     "kind": "compare",
     "metric": "cfm",
     "budget": "3 optimiser steps",
-    "arms": {"base": {"stage": "prepare_base"}, "sft": {"stage": "sft"}, "ebft": {"stage": "merge"}},
+    "arms": {
+        "base": {"stage": "prepare_base"},
+        "sft": {"stage": "sft", "input": "arm-1"},
+        "ebft": {"stage": "merge", "input": "arm-2"},
+        "failed": {"stage": "merge", "input": "arm-3"},
+    },
 }
 
 
@@ -88,10 +93,10 @@ def stage_context(tmp_path: Path, models: dict[str, Path]) -> StageContext:
     columns = {name: [row[name] for row in HELDOUT] for name in HELDOUT[0] if name != "row_id"}
     Dataset.from_dict(columns).save_to_disk(str(rows / "heldout"))
     inputs = {"prepare_base": base, "tokenize": rows}
-    for name in ("sft", "ebft"):
+    for number, name in enumerate(("sft", "ebft"), 1):
         (tmp_path / name).mkdir()
         (tmp_path / name / "model").symlink_to(models[name])
-        inputs[f"arm:{name}"] = tmp_path / name
+        inputs[f"arm-{number}"] = tmp_path / name
     (tmp_path / "arms.json").write_text(json.dumps(GROUP), encoding="utf-8")
     events = EventWriter(tmp_path / "compare.jsonl", "compare")
     return StageContext(run_config(), tmp_path, inputs, output, tmp_path / "work", events, StopSignal())
