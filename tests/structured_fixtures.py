@@ -17,7 +17,7 @@ from ebft_core.samplers.generate import GenerateSampler
 from ebft_core.samplers.prompts import Group, PromptRequest, Sample
 from ebft_core.samplers.protocol import OnGroup
 from ebft_core.stop import StopSignal
-from ebft_core.trainers.arguments import training_arguments
+from ebft_core.trainers.arguments import count_steps, training_arguments
 from ebft_core.trainers.schedule import RowSchedule
 from ebft_core.trainers.structured import StructuredTrainer
 from ebft_core.vllm.sync import Publication
@@ -118,17 +118,18 @@ def trainer_of(
 ) -> StructuredTrainer:
     policy = model or tiny_llama(VOCAB)
     trainer = config.trainer
+    max_steps = count_steps(trainer, len(rows()))
     arguments = training_arguments(
         trainer,
         folder / "checkpoints",
-        max_steps=trainer.max_steps or 1,
+        max_steps=max_steps,
         device=CPU,
         precision=torch.float32,
     )
     schedule = RowSchedule(
         rows(),  # type: ignore[arg-type]
         batch_size=4,
-        max_steps=trainer.max_steps or 1,
+        max_steps=max_steps,
         num_iterations=config.rollout.num_iterations,
         seed=trainer.seed,
     )

@@ -13,11 +13,13 @@ from transformers import get_scheduler
 from ebft_core.config import RunConfig, TrainerConfig
 from ebft_core.errors import UserErrors
 from ebft_core.events import EventWriter, read_events
+from ebft_core.samplers.prompts import Group
 from ebft_core.trainers import resumable
 from ebft_core.trainers.arguments import UNBOUNDED_STEPS, count_steps
 from ebft_core.trainers.checkpoints import newest_checkpoint
 from ebft_core.trainers.clock import StepClock, rate_factor
 from ebft_core.trainers.ebft import EBFTTrainer
+from tests.structured_fixtures import FakeSampler, config_of, metrics_of, trainer_of
 from tests.trainer_fixtures import make_config, make_rows, make_trainer, weights
 
 
@@ -79,7 +81,6 @@ def steps_of_three_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 def run(folder: Path, config: RunConfig) -> tuple[EBFTTrainer, list[dict[str, Any]]]:
     journal = folder.with_suffix(".jsonl")
     trainer = make_trainer(folder, config, events=EventWriter(journal, "train"))
-    trainer.args.max_steps = count_steps(config.trainer, 10)
     resume = newest_checkpoint(folder)
     if resume is None or not trainer.adopt_finished(resume):
         trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
@@ -119,6 +120,22 @@ def test_a_used_budget_trains_no_further_step(tmp_path: Path) -> None:
     assert again.state.global_step == 4
     for name, value in weights(again).items():
         assert torch.equal(value, weights(done)[name]), name
+
+
+def test_waiting_for_completions_is_training_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    time = Time()
+
+    class SlowSampler(FakeSampler):
+        def sample(self, *args: Any, **kwargs: Any) -> list[Group]:
+            time.now += 5
+            return super().sample(*args, **kwargs)
+
+    monkeypatch.setattr(resumable.time, "perf_counter", time)
+    config = config_of(trainer={"max_steps": None, "max_seconds": 12.0})
+    trainer = trainer_of(tmp_path, config, sampler=SlowSampler())
+    trainer.train()
+    assert trainer.finished
+    assert [m["perf/step_seconds"] for m in metrics_of(tmp_path)] == [5, 5, 5]
 
 
 def test_one_length_only() -> None:

@@ -13,7 +13,7 @@ from ebft_core.evaluation import training_evaluator
 from ebft_core.events import EventWriter
 from ebft_core.models import freeze_copy
 from ebft_core.stop import StopSignal
-from ebft_core.trainers.arguments import training_arguments
+from ebft_core.trainers.arguments import count_steps, training_arguments
 from ebft_core.trainers.ebft import EBFTTrainer
 
 CPU = torch.device("cpu")
@@ -88,14 +88,16 @@ def make_trainer(
 ) -> EBFTTrainer:
     policy = tiny_llama() if policy is None else policy
     feature_model = None if config.lora is not None else freeze_copy(policy, torch.float32, CPU)
+    rows = make_rows() if rows is None else rows
+    max_steps = count_steps(config.trainer, len(rows))
     arguments = training_arguments(
-        config.trainer, folder, max_steps=config.trainer.max_steps or 1, device=CPU, precision=torch.float32
+        config.trainer, folder, max_steps=max_steps, device=CPU, precision=torch.float32
     )
     return EBFTTrainer(
         policy,
         config,
         arguments,
-        make_rows() if rows is None else rows,
+        rows,
         pad_token_id=0,
         attention="sdpa",
         feature_model=feature_model,
