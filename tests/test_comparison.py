@@ -37,7 +37,8 @@ def comparison(
     settings = {"n_samples": 4, "seed": 0, "confidence": 0.95, "bootstrap_samples": 50}
 
     def both(a: str, b: str, width: float) -> dict[str, PairedEstimate]:
-        return {"cfm": estimate(cfm[a], cfm[b], width), "ce": estimate(ce[a], ce[b], SURE)}
+        others = dict.fromkeys(("alignment", "duplicate_rate"), estimate(0.1, 0.1, SURE))
+        return {"cfm": estimate(cfm[a], cfm[b], width), "ce": estimate(ce[a], ce[b], SURE), **others}
 
     return ArmsComparison(
         kind=kind,
