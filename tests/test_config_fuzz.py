@@ -24,6 +24,7 @@ VALID: dict[str, Any] = {
     "ebft": {"feature_layers": [0.5, 1.0], "stride": 4},
     "trainer": {"batch_size": 4, "micro_batch_size": 2},
     "lora": {"target_modules": ["q_proj"]},
+    "evaluate": {"tasks": [{"type": "exact_match", "name": "a", "file": "b"}], "against": {"c": "d"}},
     "tracking": {"tags": {"a": "b"}},
 }
 _keys = (

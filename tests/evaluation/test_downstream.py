@@ -290,6 +290,23 @@ def test_a_bad_problem_is_named_by_its_line(kind: str, line: str, what: str, tmp
     assert what in error.value.what
 
 
+def test_tests_of_humaneval_are_read_as_they_are(tmp_path: Path) -> None:
+    problem = {
+        "task_id": "HumanEval/0",
+        "prompt": "def double(x):\n",
+        "entry_point": "double",
+        "canonical_solution": "    return 2 * x",
+        "test": "not read",
+        "tests": "METADATA = {}\n\n\ndef check(candidate):\n    assert candidate(2) == 4, 'why'\n",
+    }
+    path = write_jsonl(tmp_path / "problems.jsonl", [problem, problem, problem])
+    task = config_of({"type": "pass_at_k", "name": "code", "file": str(path), "limit": 2}).evaluate.tasks[0]
+    first, second = read_problems(task, "evaluate.tasks[0]")
+    assert first.checks is not None
+    assert first.checks.source.splitlines()[-1] == "check(double)"
+    assert (first.origin, second.origin) == (f"{path}:1", f"{path}:2")
+
+
 def test_files_are_looked_at_before_anything_runs(tmp_path: Path) -> None:
     path = tmp_path / "problems.jsonl"
     config = config_of({"type": "exact_match", "name": "facts", "file": str(path)})
