@@ -18,7 +18,8 @@ from ebft_core.config.redaction import redact_text
 from ebft_core.errors import UserError
 from ebft_core.lease import user_name
 from tasks.mlflow_uri import resolve_uri
-from tasks.registry import DECIDED_BY, DECISION, REASON, RegisteredModel, Registry, registered_models
+from tasks.registered_model import DECIDED_BY, DECISION, REASON, RegisteredModel
+from tasks.registry import Registry, registered_models
 from tasks.transient import TransientError
 
 _COLOURS = {"promoted": "green", "refused": "red", "rolled back": "yellow"}

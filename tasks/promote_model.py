@@ -19,6 +19,7 @@ from ebft_core.runs import read_plan
 from tasks.approval import ask
 from tasks.mlflow_uri import reach_artifacts
 from tasks.observe import notify
+from tasks.registered_model import DECISION, REASON
 from tasks.report_markdown import markdown_table
 from tasks.report_promotion import DECISION_JSON, check_rows
 from tasks.stage_task import artifact_key, check_inputs, stage_task
@@ -120,7 +121,6 @@ def attach_decision(run_dir: str, report: str, run_id: str, mlflow_uri: str) -> 
     from mlflow.exceptions import MlflowException
 
     from tasks.mlflow_store import MlflowStore
-    from tasks.registry import DECISION, REASON
 
     folder = Path(run_dir)
     document = json.loads((folder / DECISION_JSON).read_text(encoding="utf-8"))

@@ -22,6 +22,7 @@ from ebft_core.manifests import (
 from ebft_core.runs import RunPlan, StagePlan, read_plan
 from ebft_core.stage_runner import record_stage
 from tasks.observe import notify
+from tasks.registered_model import MODEL_DIGEST
 from tasks.stage_task import artifact_key, check_inputs, publish_summary, stage_task
 from tasks.tracking import wait_for_run_id
 from tasks.transient import TransientError
@@ -72,7 +73,6 @@ def _register(
     from mlflow.exceptions import MlflowException
 
     from tasks.mlflow_store import MlflowStore, lineage
-    from tasks.registry import MODEL_DIGEST
 
     name = config.publish.registered_model_name or config.name
     store = MlflowStore(uri, plan, config)

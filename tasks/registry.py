@@ -11,8 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,40 +25,27 @@ from ebft_core.errors import UserError
 from ebft_core.manifests import commit_folder, digest_folder, read_meta, verify_folder
 from ebft_core.promotion import Decision
 from tasks.mlflow_store import fail_quickly
+from tasks.registered_model import (
+    CHAMPIONS,
+    DECIDED_BY,
+    DECISION,
+    PROMOTED_AT,
+    REASON,
+    ROLLED_BACK_AT,
+    RegisteredModel,
+    RegistryState,
+    another_champion,
+    check_digest,
+    decision_tags,
+    registered_digest,
+)
 from tasks.registry_files import digest_files_at, download_files
 from tasks.registry_lock import champion_lock
 from tasks.transient import TransientError
 
-MODEL_DIGEST = "ebft.model_digest"
-CHAMPIONS = "ebft.champions"
-DECISION, REASON, DECIDED_BY = "ebft.decision", "ebft.decision_reason", "ebft.decided_by"
-PROMOTED_AT, ROLLED_BACK_AT = "ebft.promoted_at", "ebft.rolled_back_at"
-GATE = "ebft.gate"
-"""Beginning of the tags with the numbers: `ebft.gate.<metric>.<reference>`."""
 _MODEL = "model"
 _SCHEMA = "ebft.registered_model/1"
 _NOT_THERE = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
-
-
-@dataclass(frozen=True)
-class RegisteredModel:
-    """A version in the registry.
-
-    Attributes:
-        version: its number, as text.
-        run_id: the run that made it.
-        source: uri of its files.
-        created: when it was registered (UTC).
-        aliases: those that point to it.
-    """
-
-    name: str
-    version: str
-    run_id: str
-    source: str
-    created: datetime
-    tags: Mapping[str, str]
-    aliases: tuple[str, ...]
 
 
 class Registry:
@@ -130,7 +116,7 @@ class Registry:
             UserError: no such version, or its files are not those that were registered.
         """
         model = self.version(version)
-        meta = {"name": self.name, "version": version, "digest": _registered_digest(model)}
+        meta = {"name": self.name, "version": version, "digest": registered_digest(model)}
         folder.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(folder.with_name(f".{folder.name}.lock")):
             if verify_folder(folder) is None or read_meta(folder) != meta:
@@ -140,7 +126,7 @@ class Registry:
                         shutil.rmtree(stale)
                 staging.mkdir()
                 download_files(model.source, staging / _MODEL, self.uri)
-                _check_digest(model, digest_folder(staging / _MODEL))
+                check_digest(model, digest_folder(staging / _MODEL))
                 commit_folder(staging, folder, schema=_SCHEMA, meta=meta)
         return folder / _MODEL
 
@@ -151,8 +137,8 @@ class Registry:
             UserError: no such version, or its files are not those that were registered.
         """
         model = self.version(version)
-        _registered_digest(model)
-        _check_digest(model, digest_files_at(model.source, self.uri))
+        registered_digest(model)
+        check_digest(model, digest_files_at(model.source, self.uri))
 
     def promote(
         self,
@@ -183,8 +169,8 @@ class Registry:
             champion = state.champion(self.champion_alias)
             if champion != version:
                 if decision is not None and champion != instead_of:
-                    raise _another_champion(self.name, version, instead_of, champion)
-                self._set_tags(version, {**_decision_tags("promoted", decision, reason), DECIDED_BY: by})
+                    raise another_champion(self.name, version, instead_of, champion)
+                self._set_tags(version, {**decision_tags("promoted", decision, reason), DECIDED_BY: by})
                 line = [earlier for earlier in state.line(self.champion_alias) if earlier != version]
                 self.client.set_registered_model_tag(self.name, CHAMPIONS, json.dumps([*line, version]))
                 self.client.set_registered_model_alias(self.name, self.champion_alias, version)
@@ -194,7 +180,7 @@ class Registry:
 
     def refuse(self, version: str, decision: Decision, *, by: str) -> None:
         """Note on a version why it did not become the champion. Raises UserError if there is none such."""
-        self.note(version, {**_decision_tags("refused", decision, ""), DECIDED_BY: by})
+        self.note(version, {**decision_tags("refused", decision, ""), DECIDED_BY: by})
 
     def rollback(self, *, by: str, reason: str) -> RegisteredModel:
         """Make the champion before the present one the champion again, after its files were read back.
@@ -215,7 +201,7 @@ class Registry:
         with reaching_mlflow(), champion_lock(self.client, self.name):
             found = self.line()
             if found != line:
-                raise _another_champion(self.name, before, present, found[-1] if found else None)
+                raise another_champion(self.name, before, present, found[-1] if found else None)
             self.client.set_registered_model_alias(self.name, self.champion_alias, before)
             tags = {DECISION: "rolled back", REASON: reason, DECIDED_BY: by, ROLLED_BACK_AT: _now()}
             self._set_tags(present, tags)
@@ -231,37 +217,16 @@ class Registry:
             for key, value in tags.items():
                 self.client.set_model_version_tag(self.name, version, key, value)
 
-    def _state(self) -> _State:
+    def _state(self) -> RegistryState:
         with reaching_mlflow():
             try:
                 model = self.client.get_registered_model(self.name)
             except MlflowException as error:
                 if error.error_code not in _NOT_THERE:
                     raise
-                return _State({}, [])
+                return RegistryState({}, [])
         aliases = {alias: str(number) for alias, number in model.aliases.items()}
-        return _State(aliases, json.loads(model.tags.get(CHAMPIONS, "[]")))
-
-
-@dataclass(frozen=True)
-class _State:
-    """What MLflow keeps of the registered model: alias → version, and the tag `CHAMPIONS`."""
-
-    aliases: Mapping[str, str]
-    champions: Sequence[str]
-
-    def champion(self, alias: str) -> str | None:
-        return self.aliases.get(alias)
-
-    def line(self, alias: str) -> list[str]:
-        """The tag, as far as the alias bears it out: the tag is written before the alias moves on, and not
-        at all when it moves back or is moved by others."""
-        present = self.champion(alias)
-        if present is None:
-            return []
-        if present in self.champions:
-            return list(self.champions[: self.champions.index(present) + 1])
-        return [*self.champions, present]
+        return RegistryState(aliases, json.loads(model.tags.get(CHAMPIONS, "[]")))
 
 
 def registered_models(uri: str) -> list[str]:
@@ -298,45 +263,6 @@ def _model(version: ModelVersion, aliases: Mapping[str, str]) -> RegisteredModel
         tags=dict(version.tags),
         aliases=tuple(sorted(alias for alias, of in aliases.items() if of == number)),
     )
-
-
-def _registered_digest(model: RegisteredModel) -> str:
-    digest = model.tags.get(MODEL_DIGEST)
-    if digest is None:
-        raise UserError(
-            "nothing says what the files of this version should be",
-            where=f"{model.name} version {model.version}",
-            expected=f"a tag {MODEL_DIGEST}, as `ebft run` sets it",
-        )
-    return digest
-
-
-def _check_digest(model: RegisteredModel, found: str) -> None:
-    if found != _registered_digest(model):
-        raise UserError(
-            "the files of this version are not those that were registered",
-            where=f"{model.name} version {model.version}: {model.source}",
-            value=found,
-            expected=f"{_registered_digest(model)} ({MODEL_DIGEST})",
-            hint="put the files back; a run of the same configuration still has them in its stage `merge`",
-        )
-
-
-def _another_champion(name: str, version: str, expected: str | None, found: str | None) -> UserError:
-    return UserError(
-        "the champion has changed in the meantime",
-        where=f"{name} version {version}",
-        value="no champion" if found is None else f"champion: version {found}",
-        expected="no champion" if expected is None else f"version {expected}",
-        hint="start again: the model is then compared with the new champion",
-    )
-
-
-def _decision_tags(outcome: str, decision: Decision | None, reason: str) -> dict[str, str]:
-    if decision is None:
-        return {DECISION: outcome, REASON: reason}
-    numbers = {f"{GATE}.{check.metric}.{check.against}": check.text for check in decision.checks}
-    return {DECISION: outcome, REASON: decision.reason, **numbers}
 
 
 def _now() -> str:

@@ -11,7 +11,7 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from ebft_core.manifests import digest_folder
-from tasks.registry import MODEL_DIGEST
+from tasks.registered_model import MODEL_DIGEST
 
 EXPERIMENT = "registry"
 

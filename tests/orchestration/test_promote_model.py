@@ -29,7 +29,8 @@ from orchestration.builders import micro_document
 from orchestration.registered import local_store, register
 from tasks import approval
 from tasks.promote_model import promote_model
-from tasks.registry import DECIDED_BY, DECISION, REASON, Registry
+from tasks.registered_model import DECIDED_BY, DECISION, REASON
+from tasks.registry import Registry
 
 pytestmark = pytest.mark.service
 

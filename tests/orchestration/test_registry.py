@@ -12,15 +12,8 @@ from ebft_core.errors import UserError
 from ebft_core.manifests import verify_folder
 from ebft_core.promotion import Decision
 from orchestration.registered import files_of, local_store, register
-from tasks.registry import (
-    DECIDED_BY,
-    DECISION,
-    MODEL_DIGEST,
-    PROMOTED_AT,
-    REASON,
-    Registry,
-    registered_models,
-)
+from tasks.registered_model import DECIDED_BY, DECISION, MODEL_DIGEST, PROMOTED_AT, REASON
+from tasks.registry import Registry, registered_models
 from tasks.services import free_port
 from tasks.transient import TransientError
 

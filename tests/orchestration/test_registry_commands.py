@@ -11,7 +11,8 @@ from typer.testing import CliRunner, Result
 from ebft_core.errors import ExitCode
 from flows.cli import app
 from orchestration.registered import local_store, register
-from tasks.registry import DECIDED_BY, REASON, Registry
+from tasks.registered_model import DECIDED_BY, REASON
+from tasks.registry import Registry
 
 
 @pytest.fixture(scope="module")

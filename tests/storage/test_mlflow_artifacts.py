@@ -17,8 +17,9 @@ from ebft_core.runs import RunPlan, plan_run, write_run_folder
 from flows.up import check_artifacts
 from tasks.mlflow_store import MlflowStore
 from tasks.mlflow_uri import reach_artifacts
+from tasks.registered_model import MODEL_DIGEST
 from tasks.registered_runs import registered_runs
-from tasks.registry import MODEL_DIGEST, Registry
+from tasks.registry import Registry
 from tasks.services import free_port, mlflow_server, running
 from tests.storage import peers
 
