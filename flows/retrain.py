@@ -16,7 +16,7 @@ from flows.ebft import ebft
 from tasks.flow_names import flow_run_name
 from tasks.mlflow_uri import tracking_uri
 from tasks.promote_model import promote_model
-from tasks.registry import RegisteredModel
+from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import Line
 from tasks.retrain_steps import continue_line, find_champion, look_for_news, record_version
 from tasks.start_run import read_config

@@ -28,7 +28,8 @@ from ebft_core.retrain import (
     write_exclusion,
 )
 from ebft_core.runs import RunPlan
-from tasks.registry import DECISION, PROMOTED_AT, RegisteredModel, Registry, reaching_mlflow
+from tasks.registered_model import DECISION, PROMOTED_AT, RegisteredModel
+from tasks.registry import Registry, reaching_mlflow
 from tasks.registry_files import download_files
 
 FINGERPRINT = "ebft.retrain_fingerprint"

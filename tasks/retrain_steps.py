@@ -13,7 +13,7 @@ from ebft_core.retrain import Continuation
 from ebft_core.runs import plan_run, read_plan, write_run_folder
 from tasks.observe import notify
 from tasks.prepare_base import prepare_base
-from tasks.registry import RegisteredModel
+from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import Line
 from tasks.stage_task import stage_task
 
