@@ -26,7 +26,7 @@ def answer_views(path: Path) -> list[AnswerView]:
     """The problems of an `answers.json`; none if it was not written."""
     if not path.exists():
         return []
-    models = json.loads(path.read_text(encoding="utf-8"))["models"]
+    document = json.loads(path.read_text(encoding="utf-8"))
     return [
         AnswerView(
             base["task"],
@@ -35,7 +35,7 @@ def answer_views(path: Path) -> list[AnswerView]:
             _answers(base),
             _answers(tuned),
         )
-        for base, tuned in zip(models["base"], models["tuned"], strict=True)
+        for base, tuned in zip(document["base"], document["tuned"], strict=True)
     ]
 
 

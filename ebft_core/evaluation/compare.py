@@ -37,11 +37,12 @@ _BASE, _TUNED = "/base", "/tuned"
 
 @dataclass(frozen=True)
 class Comparison:
-    """The numbers, and some rollouts and answers to look at (answers by model, `base` and `tuned` first)."""
+    """The numbers, some rollouts to look at, and the answers of both models to the problems of all tasks."""
 
     evaluation: Evaluation
     examples: Sequence[RolloutExample]
-    answers: Mapping[str, Sequence[AnswerRecord]]
+    base_answers: Sequence[AnswerRecord] = ()
+    tuned_answers: Sequence[AnswerRecord] = ()
 
 
 def compare_models(
@@ -90,7 +91,8 @@ def compare_models(
         examples=make_examples(
             rows, base, tuned, config.evaluate.sample_rollouts, load_tokenizer(base_path, config)
         ),
-        answers={name.removeprefix("/"): found.answers for name, found in measured.items()},
+        base_answers=base.answers,
+        tuned_answers=tuned.answers,
     )
 
 

@@ -11,6 +11,7 @@ from ebft_core.data.heldout import HELDOUT, frozen_heldout
 from ebft_core.data.stop_tokens import read_stop_token_ids
 from ebft_core.data.store import read_rows
 from ebft_core.evaluation import Comparison, compare_models
+from ebft_core.evaluation.records import AnswerRecord
 from ebft_core.evaluation.sampling import Row
 from ebft_core.manifests import write_json_atomic
 from ebft_core.stage_runner import Preempted, StageContext
@@ -81,13 +82,14 @@ def rollouts_document(comparison: Comparison) -> dict[str, Any]:
 
 
 def answers_document(comparison: Comparison, count: int) -> dict[str, Any]:
-    """The answers of every model to the first `count` problems of every task, as `AnswerRecord`s."""
-    models = {
-        name: [
-            record.to_json()
-            for _, group in groupby(records, key=lambda record: record.task)
-            for record in islice(group, count)
-        ]
-        for name, records in comparison.answers.items()
+    """The answers of both models to the first `count` problems of every task, as `AnswerRecord`s."""
+
+    def first(records: Sequence[AnswerRecord]) -> list[dict[str, Any]]:
+        tasks = groupby(records, key=lambda record: record.task)
+        return [record.to_json() for _, group in tasks for record in islice(group, count)]
+
+    return {
+        "schema": ANSWERS_SCHEMA,
+        "base": first(comparison.base_answers),
+        "tuned": first(comparison.tuned_answers),
     }
-    return {"schema": ANSWERS_SCHEMA, "models": models}

@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import sacrebleu
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from ebft_core.bootstrap import bootstrap_statistics, paired_bootstrap
 from ebft_core.config.tasks_section import ExactMatchTask, PassAtKTask, TextOverlapTask
@@ -18,7 +20,7 @@ from ebft_core.evaluation.downstream.scoring import (
     pass_at_k,
     program_of,
 )
-from ebft_core.evaluation.downstream.writing import cut_at
+from ebft_core.evaluation.downstream.writing import cut_at, decode_behind
 from ebft_core.evaluation.records import mean_of
 from ebft_core.metrics import METRICS, metric_of
 
@@ -110,6 +112,16 @@ def test_unpaired_statistics_are_refused() -> None:
 def test_texts_end_at_the_first_stop() -> None:
     assert cut_at("a\ndef b\nclass c", ["\nclass ", "\ndef "]) == "a"
     assert cut_at("a", ["b"]) == "a"
+
+
+def test_indentation_survives_decoding() -> None:
+    """Tokenizers like Llama 2's write a space at the front of a word, and strip it at the front of a text."""
+    words = {word: i for i, word in enumerate(["<unk>", "▁def", ":", "▁", "▁return"])}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.decoder = decoders.Metaspace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False)
+    assert tokenizer.decode([3, 4]) == " return"
+    assert decode_behind(tokenizer, [1, 2], [3, 4]) == "  return"
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,10 @@ class Writer:
         return [self._texts(group) for group in groups]
 
     def _texts(self, group: Group) -> list[str]:
+        prompt_ids = self.questions[group.row_id].prompt_ids
         samples = [sample.token_ids for sample in group.samples if sample is not None]
-        whole = [ids[:-1] if ids[-1:] and ids[-1] in self._stops else ids for ids in samples]
-        return [
-            cut_at(self._tokenizer.decode(ids, skip_special_tokens=True), self._task.stop) for ids in whole
-        ]
+        whole = [ids[:-1] if ids[-1] in self._stops else ids for ids in samples]
+        return [cut_at(decode_behind(self._tokenizer, prompt_ids, ids), self._task.stop) for ids in whole]
 
 
 def ask_problems(
@@ -110,11 +109,17 @@ def ask_rows(
         request = request_of(row, config)
         start = len(request.prompt_ids)
         turn_ids = list(row["input_ids"][start : start + request.turns[0].reference_length])
-        reference = tokenizer.decode(turn_ids, skip_special_tokens=True)
+        reference = decode_behind(tokenizer, request.prompt_ids, turn_ids)
         prompt = tokenizer.decode(request.prompt_ids)
         problem = Problem(prompt, str(row["document_hashes"][0]), references=(reference,))
         questions.append(Question(problem, request.prompt_ids))
     return Writer(task, questions, stop_token_ids, tokenizer, config)
+
+
+def decode_behind(tokenizer: Tokenizer, prompt_ids: list[int], ids: list[int]) -> str:
+    """The text of `ids` where they stand: alone, they may lose the space they begin with."""
+    prompt = tokenizer.decode(prompt_ids, skip_special_tokens=True)
+    return str(tokenizer.decode([*prompt_ids, *ids], skip_special_tokens=True))[len(prompt) :]
 
 
 def cut_at(text: str, stops: Sequence[str]) -> str:
