@@ -106,6 +106,24 @@ def test_time_is_the_cost_model_over_the_assumed_speed(tmp_path: Path) -> None:
     )
 
 
+def test_a_warm_start_takes_its_time_and_a_budget_is_what_it_says(tmp_path: Path) -> None:
+    document = micro_document(tmp_path)
+    document["trainer"] = {"max_seconds": 90.0, "micro_batch_size": 2, "device": "cpu"}
+    without = parse_config(document)
+    run = parse_config({**document, "sft": {"max_steps": 10, "batch_size": 8}})
+    found = estimate(run, plan_run(run))
+    linear = 2 * (4 * 32 * 32 + 3 * 32 * 64)
+    assert found.steps is None
+    assert found.seconds["train"] == 90.0
+    assert found.seconds["sft"] == pytest.approx(
+        6 * (linear + 32 * 258) * 10 * 8 * 64 / (SHARE_OF_PEAK * PEAK)
+    )
+    before = estimate(without, plan_run(without)).disk_bytes
+    assert found.disk_bytes is not None
+    assert before is not None
+    assert found.disk_bytes > before
+
+
 def test_full_fine_tuning_needs_masters_a_copy_and_the_optimiser(tmp_path: Path) -> None:
     lora = micro_config(tmp_path)
     full = lora.model_copy(update={"lora": None})
