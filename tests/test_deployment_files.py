@@ -141,6 +141,24 @@ def test_everything_that_is_copied_exists_and_is_sent_to_the_builder() -> None:
     assert all("--constraint constraints.txt" in argument for argument in constrained)
 
 
+@pytest.mark.parametrize("name", ["trainer", "vllm"])
+def test_the_image_s_user_owns_the_folders_of_the_volumes(name: str) -> None:
+    document = compose()
+    services = [s for s in document["services"].values() if s["image"] == f"ebft-{name}"]
+    mounts = {volume for service in services for volume in service.get("volumes", [])}
+    targets = {
+        target for source, target, *_ in (m.split(":") for m in mounts) if source in document["volumes"]
+    }
+    owned = {
+        word
+        for _, argument in instructions(f"Dockerfile.{name}")
+        for chown in re.findall(r"chown ebft:ebft ([^&]+)", argument)
+        for word in chown.split()
+    }
+    assert targets
+    assert targets <= owned
+
+
 @pytest.fixture
 def template() -> dict[str, Any]:
     return json.loads(TEMPLATE.read_text(encoding="utf-8"))
