@@ -69,7 +69,7 @@ class ArmGroup:
     runs: Mapping[str, ArmRun]
 
 
-def arm_run_name(config: RunConfig, arm: Arm) -> str:
+def name_of_run(config: RunConfig, arm: Arm) -> str:
     """The name of an arm's run: the run file's with the arm's, in the letters that names may have."""
     return f"{config.name}.{re.sub(r'[^A-Za-z0-9._-]+', '-', arm.name)}"[:_NAME_LENGTH]
 

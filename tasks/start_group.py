@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ebft_core.arm_group import ArmGroup, arm_run_name, comparison_plan, plan_group, write_group
+from ebft_core.arm_group import ArmGroup, comparison_plan, name_of_run, plan_group, write_group
 from ebft_core.arms import BASE, Arm, Budget, compare_arms
 from ebft_core.comparison import Kind
 from ebft_core.config import RunConfig
@@ -193,7 +193,7 @@ def _request(
 def _arm_parameters(
     config: str | Mapping[str, Any], overrides: Sequence[str], resolved: RunConfig, arm: Arm
 ) -> Parameters:
-    changes = [f"name={arm_run_name(resolved, arm)}", *arm.overrides]
+    changes = [f"name={name_of_run(resolved, arm)}", *arm.overrides]
     if isinstance(config, str):
         return config, [*overrides, *changes]
     return with_overrides(config, changes), []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 from pathlib import Path
 
@@ -43,9 +44,10 @@ def track_arms(group: ArmGroup, comparison: ArmsComparison, source: Path, uri: s
 def parent_values(comparison: ArmsComparison) -> dict[str, float]:
     """Metrics of the parent's run: `arms/<arm>/<metric>` for the metrics of the table of arms."""
     return {
-        f"arms/{metric_part(name)}/{metric}": comparison.value(name, metric)
+        f"arms/{metric_part(name)}/{metric}": value
         for name in (BASE, *comparison.arms)
         for metric in columns(comparison)
+        if math.isfinite(value := comparison.value(name, metric))
     }
 
 
