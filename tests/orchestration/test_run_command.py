@@ -5,6 +5,7 @@ One unbroken run is made once; the others share its finished first stages throug
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -135,6 +136,24 @@ def test_a_second_start_skips_every_stage_and_registers_nothing(unbroken: Finish
     (experiment,) = [e for e in client.search_experiments() if e.name == "ebft"]
     (run,) = client.search_runs([experiment.experiment_id])
     assert len(client.get_metric_history(run.info.run_id, "ebft/cfm")) == STEPS
+
+
+def test_with_json_logs_standard_output_is_one_object_per_line(unbroken: Finished) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "flows.cli", "run", str(unbroken.config), "--json-logs"],
+        capture_output=True,
+        text=True,
+        env=environment(),
+        timeout=60 * MINUTES,
+        check=False,
+    )
+    assert done.returncode == ExitCode.DONE, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    skipped = [line["stage"] for line in lines if line["kind"] == "skipped"]
+    assert skipped == [stage.name for stage in unbroken.plan.stages]
+    assert lines[-1]["kind"] == "result"
+    assert lines[-1]["evaluation"]["metrics"]["cfm"]["label"] == "CFM (unbiased)"
+    assert Path(lines[-1]["places"]["report"]).is_file()
 
 
 def test_interrupted_and_killed_in_training_it_ends_with_the_same_weights(
