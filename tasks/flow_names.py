@@ -18,11 +18,8 @@ _CHANGES_LENGTH = 60
 
 def flow_run_name() -> str:
     """The run file's name (the run's, for a configuration given as an object), its changes, the time."""
-    parameters = runtime.flow_run.parameters
-    config, overrides = parameters["config"], parameters.get("overrides") or ()
-    name = config.get("name", "ebft") if isinstance(config, dict) else Path(config).stem
-    changes = shorten(redact_text(", ".join(overrides)), _CHANGES_LENGTH, placeholder=" …")
-    return " ".join(part for part in (name, changes, f"{datetime.now():%Y-%m-%d %H:%M}") if part)
+    overrides = runtime.flow_run.parameters.get("overrides") or ()
+    return _named(shorten(redact_text(", ".join(overrides)), _CHANGES_LENGTH, placeholder=" …"))
 
 
 def group_run_name() -> str:
@@ -32,5 +29,11 @@ def group_run_name() -> str:
 
 
 def arm_run_name() -> str:
-    """The arm's name, under the name of its run file."""
-    return f"{runtime.flow_run.parameters['tags'][ARM]}: {flow_run_name()}"
+    """The arm's name in the place of its changes, which it stands for."""
+    return _named(runtime.flow_run.parameters["tags"][ARM])
+
+
+def _named(changes: str) -> str:
+    config = runtime.flow_run.parameters["config"]
+    name = config.get("name", "ebft") if isinstance(config, dict) else Path(config).stem
+    return " ".join(part for part in (name, changes, f"{datetime.now():%Y-%m-%d %H:%M}") if part)
