@@ -24,7 +24,7 @@ from ebft_core.retrain import Continuation
 from ebft_core.runs import RunPlan, plan_run
 from orchestration.builders import micro_document
 from orchestration.registered import files_of, local_store, register
-from tasks.registry import DECISION, RegisteredModel
+from tasks.registered_model import DECISION, RegisteredModel
 from tasks.retrain_line import FINGERPRINT, JUDGED_ON, STARTED_FROM, Line
 
 pytestmark = pytest.mark.service

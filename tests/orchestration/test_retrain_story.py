@@ -31,7 +31,7 @@ from ebft_core.config import load_config
 from ebft_core.data.heldout import HELDOUT
 from ebft_core.data.store import read_document_hashes
 from orchestration.running_up import ROOT, Up, prefect, run_deployment, running_up, wait_until
-from tasks.registry import RegisteredModel
+from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import FINGERPRINT, JUDGED_ON, STARTED_FROM, Line
 from tests.storage import peers
 
