@@ -164,8 +164,9 @@ BROKEN: list[tuple[str, dict[str, Any], str, str]] = [
     ("empty target", {"lora.target_modules": ""}, "lora.target_modules", "no target"),
     ("bad regex", {"lora.target_modules": "(q_proj"}, "lora.target_modules", "not a regular expression"),
     ("feature device", {"ebft.feature_device": "cpu"}, "ebft.feature_device", "no device of its own"),
-    ("remote workspace", {"workspace": "s3://bucket/x"}, "workspace", "local folder"),
-    ("empty workspace", {"workspace": ""}, "workspace", "local folder"),
+    ("remote workspace", {"workspace": "gs://bucket/x"}, "workspace", "kind of workspace"),
+    ("credentials in it", {"workspace": "s3://key:word@bucket"}, "workspace", "kind of workspace"),
+    ("empty workspace", {"workspace": ""}, "workspace", "kind of workspace"),
     ("file store", {"tracking.mlflow_uri": "file:///runs"}, "tracking.mlflow_uri", "plain folders"),
     ("bare folder", {"tracking.mlflow_uri": "./mlruns"}, "tracking.mlflow_uri", "plain folders"),
 ]

@@ -12,6 +12,7 @@ from ebft_core.config.problem import Problem
 from ebft_core.config.promotion_rules import PROMOTION_RULES
 from ebft_core.config.retrain_rules import RETRAIN_RULES
 from ebft_core.config.schema import FromScratchConfig, RunConfig
+from ebft_core.config.storage_section import S3_PLACE
 from ebft_core.config.structured_rules import STRUCTURED_RULES
 from ebft_core.config.tasks_rules import TASKS_RULES
 from ebft_core.config.training_rules import TRAINING_RULES
@@ -19,7 +20,7 @@ from ebft_core.config.training_rules import TRAINING_RULES
 TRANSFORMS = ("text", "prompt_completion", "chat")
 _MODULE_FUNCTION = re.compile(r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$")
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]+)://")
-_BUCKET = re.compile(r"^s3://[^/]+(/.*)?$")
+_BUCKET = re.compile(rf"^{S3_PLACE}$")
 _SMALLEST_BPE = 258  # 256 bytes and the two special tokens
 
 

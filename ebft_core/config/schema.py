@@ -20,7 +20,7 @@ from ebft_core.config.retention_section import RetentionConfig
 from ebft_core.config.retrain_section import RetrainConfig
 from ebft_core.config.section import Fraction, NonNegative, NonNegativeInt, PositiveInt, Section, Seed
 from ebft_core.config.sft_section import SFTConfig
-from ebft_core.config.storage_section import S3, StorageConfig
+from ebft_core.config.storage_section import S3, S3_PLACE, StorageConfig
 from ebft_core.config.structured_sections import OwnRewardConfig, RolloutConfig, VLLMConfig
 
 
@@ -239,7 +239,7 @@ class TrackingConfig(Section):
     """Tracking server or `sqlite:///…`; unset: `MLFLOW_TRACKING_URI`, else `mlflow.db` in the workspace."""
     experiment: str = "ebft"
     """Experiment that holds the runs."""
-    artifact_location: str | None = Field(default=None, pattern=r"^s3://[^/]+(/.*)?$")
+    artifact_location: str | None = Field(default=None, pattern=rf"^{S3_PLACE}$")
     """`s3://bucket/prefix` for the artifacts of the experiment, used when the experiment is made. Unset:
     where the tracking server keeps them; without a server, a folder of the workspace."""
     tags: dict[str, str] = Field(default_factory=dict)

@@ -9,6 +9,8 @@ from pydantic import Field
 from ebft_core.config.section import NonNegative, PositiveInt, Section
 
 S3 = "s3://"
+S3_PLACE = r"s3://[A-Za-z0-9._-]+(/[^?#]*)?"
+"""A bucket and a prefix; nothing in which credentials could stand."""
 
 
 class StorageConfig(Section):
@@ -18,7 +20,7 @@ class StorageConfig(Section):
     """Folder of the working copy where `workspace` is on S3."""
     reserve_gb: NonNegative = 1.0
     """Free space, in GB, that must remain after the estimated need of the run."""
-    archive: str | None = Field(default=None, pattern=r"^(s3://[^/]+(/.*)?|[^:]+)$")
+    archive: str | None = Field(default=None, pattern=rf"^({S3_PLACE}|[^:]+)$")
     """`s3://bucket/prefix` or a folder. Finished stages are copied there, and fetched from there instead of
     being computed where they are missing here. Where `workspace` is on S3, it is the archive itself."""
     checkpoint_minutes: NonNegative = 30.0
