@@ -41,15 +41,23 @@ def print_group(run_dir: Path, result: Mapping[str, Any], console: Console) -> N
 
 
 def arms_table(comparison: ArmsComparison) -> Table:
-    """One row per arm: each metric with its difference from the base; the best one has a star."""
+    """Each metric of each arm with its difference from the base; the best arm has a star.
+
+    Arms are rows or columns, whichever makes the table narrower.
+    """
     caption = f"every arm: {comparison.budget}; below each value its difference from the base ± s.e."
+    rows = arm_rows(comparison)
+    lines = [f"{row['arm']} ★" if row["best"] else str(row["arm"]) for row in rows]
+    headings = [metric_of(name).label for name in columns(comparison)]
+    cells = [[_cell(cell) for cell in row["cells"]] for row in rows]
+    if len(headings) > len(lines):
+        lines, headings = headings, lines
+        cells = [list(column) for column in zip(*cells, strict=True)]
     table = Table(title="Arms on the same held-out rows", title_justify="left", caption=caption)
-    table.add_column("arm")
-    for name in columns(comparison):
-        table.add_column(metric_of(name).label, justify="right")
-    for row in arm_rows(comparison):
-        cells = [_cell(cell) for cell in row["cells"]]
-        table.add_row(Text(f"{row['arm']} ★" if row["best"] else row["arm"]), *cells)
+    for heading in ("", *headings):
+        table.add_column(Text(heading), justify="right" if heading else "left")
+    for name, line in zip(lines, cells, strict=True):
+        table.add_row(Text(name), *line)
     return table
 
 

@@ -17,6 +17,7 @@ from ebft_core.config.loading import with_overrides
 from ebft_core.events import EventWriter
 from ebft_core.manifests import commit_folder
 from ebft_core.sweep import sweep_arms
+from flows.group_summary import arms_table
 from orchestration.builders import micro_document
 from orchestration.test_report import EVIL, Tags
 from tasks.charts import PALETTE_SIZE
@@ -106,3 +107,14 @@ def test_an_mlflow_that_is_away_is_a_warning_per_arm(
 def test_names_of_arms_become_names_of_metrics() -> None:
     assert metric_part("ebft+ce") == "ebft_ce"
     assert metric_part('ce_coef=0.3 target_modules=["q"]') == "ce_coef_0.3 target_modules___q__"
+
+
+@pytest.mark.parametrize(("arms", "first"), [(2, "CFM (unbiased)"), (12, "base")])
+def test_the_terminal_table_is_as_narrow_as_it_can_be(arms: int, first: str) -> None:
+    names = [BASE, *(f"arm{n}" for n in range(1, arms))]
+    table = arms_table(comparison({name: 0.7 - 0.01 * n for n, name in enumerate(names)}))
+    lines = [str(cell) for cell in table.columns[0].cells]
+    headings = [str(column.header) for column in table.columns[1:]]
+    assert lines[0] == first
+    assert len(lines) >= len(headings)
+    assert f"arm{arms - 1} ★" in (*lines, *headings)
