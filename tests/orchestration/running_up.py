@@ -69,7 +69,7 @@ def running_up(workspace: Path, env: Mapping[str, str] | None = None) -> Iterato
     finally:
         children = psutil.Process(process.pid).children(recursive=True)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=120)
     assert len(children) >= 6  # three tethers and three programs
     assert "all stopped" in output
     wait_until(lambda: not [p for p in children if p.is_running() and p.status() != "zombie"], 30)

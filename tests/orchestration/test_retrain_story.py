@@ -35,7 +35,11 @@ from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import FINGERPRINT, JUDGED_ON, STARTED_FROM, Line
 from tests.storage import peers
 
-pytestmark = [pytest.mark.service, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.service,
+    pytest.mark.slow,
+    pytest.mark.timeout(900),
+]  # minutes, but on a busy machine
 
 DEPLOYMENT = "ebft-retrain/weekly"
 CONFIG = "configs/retrain.yaml"
