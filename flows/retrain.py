@@ -18,7 +18,13 @@ from tasks.mlflow_uri import tracking_uri
 from tasks.promote_model import promote_model
 from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import Line
-from tasks.retrain_steps import continue_line, find_champion, look_for_news, record_version
+from tasks.retrain_steps import (
+    continue_line,
+    find_champion,
+    look_for_documents,
+    look_for_news,
+    record_version,
+)
 from tasks.start_run import read_config
 
 NOTHING_NEW, PROMOTED, REFUSED = "NothingNew", "Promoted", "Refused"
@@ -38,7 +44,7 @@ def ebft_retrain(
 
     Returns:
         A state named `NothingNew`, `Promoted` or `Refused` whose message is the reason. Its data are
-        `outcome` (that name), `reason`, `name`, `version`, and `run_dir` if there was a run.
+        `outcome` (that name), `reason`, `name`, `version` where there is one, `run_dir` if there was a run.
     """
     given = read_config(config, overrides or [])
     check_retrainable(given)
@@ -50,7 +56,10 @@ def ebft_retrain(
             return _nothing_new(known)
         champion = find_champion(line)
         found = continue_line(line, champion)
-        result = ebft(*apply_changes(config, overrides or [], changes_for(given, found)))
+        derived = apply_changes(config, overrides or [], changes_for(given, found))
+        if given.retrain.train_on == "new" and not look_for_documents(*derived):
+            return _no_documents(line)
+        result = ebft(*derived)
         record_version(line, result["run_dir"], mark, found, champion)
         decision = promote_model(
             result["run_dir"],
@@ -66,6 +75,11 @@ def ebft_retrain(
 def _nothing_new(known: RegisteredModel) -> State[dict[str, Any]]:
     reason = f"nothing new since {known.name} version {known.version} ({known.created:%Y-%m-%d %H:%M} UTC)"
     return _completed(NOTHING_NEW, reason, name=known.name, version=known.version)
+
+
+def _no_documents(line: Line) -> State[dict[str, Any]]:
+    reason = "something has changed, but every training document is known to the champion already"
+    return _completed(NOTHING_NEW, reason, name=line.registry.name)
 
 
 def _decided(decision: dict[str, Any], result: dict[str, str]) -> State[dict[str, Any]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from prefect.logging import get_run_logger
 
 from ebft_core.base_model import BaseModelInfo, read_base
 from ebft_core.config import RunConfig
+from ebft_core.data.unseen import count_unseen
 from ebft_core.lease import hold_lease
 from ebft_core.retrain import Continuation
 from ebft_core.runs import plan_run, read_plan, write_run_folder
@@ -16,6 +18,7 @@ from tasks.prepare_base import prepare_base
 from tasks.registered_model import RegisteredModel
 from tasks.retrain_line import Line
 from tasks.stage_task import stage_task
+from tasks.start_run import read_config
 
 
 @stage_task("look", "registry")
@@ -32,6 +35,18 @@ def look_for_news(line: Line, fingerprint: str) -> RegisteredModel | None:
     notify("look", "message", text=text)
     notify("look", "done")
     return known
+
+
+@stage_task("documents")
+def look_for_documents(config: str | dict[str, Any], overrides: list[str]) -> int:
+    """Documents that the run of this configuration would train on. Raises UserError."""
+    notify("documents", "started")
+    count = count_unseen(read_config(config, overrides))
+    text = f"{count:,} documents to train on"
+    get_run_logger().info("%s", text)
+    notify("documents", "message", text=text)
+    notify("documents", "done")
+    return count
 
 
 @stage_task("champion", "registry")

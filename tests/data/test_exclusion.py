@@ -12,6 +12,7 @@ from ebft_core.data.document import content_hash
 from ebft_core.data.exclusion import digest_exclusion
 from ebft_core.data.split import is_heldout
 from ebft_core.data.store import read_document_hashes
+from ebft_core.data.unseen import count_unseen
 from ebft_core.errors import UserError
 from ebft_core.runs import digest_inputs, plan_run
 from ebft_core.stages import tokenize_data
@@ -100,3 +101,10 @@ def test_bad_files_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="not a document hash") as caught:
         digest_exclusion(data_config(exclude_hashes=str(tmp_path / "names")))
     assert str(caught.value.where).endswith("names:2")
+
+
+@pytest.mark.parametrize("known", [0, 10, len(HASHES)])
+def test_documents_left_to_train_on_are_those_of_the_training_side(tmp_path: Path, known: int) -> None:
+    left = set(HASHES[known:]) - HELD
+    assert count_unseen(config_of(tmp_path, HASHES[:known])) == len(left)
+    assert bool(left) is (known < len(HASHES))
