@@ -24,6 +24,7 @@ TESTED: Mapping[str, str] = {
     "boto3": "1.44.5",
     "mlflow": "3.17.2",
     "prefect": "3.8.8",
+    "sqlalchemy": "2.0.58",
     "httpx": "0.28.1",
     "sacrebleu": "2.6.0",
 }

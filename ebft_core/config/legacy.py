@@ -17,6 +17,8 @@ from ebft_core.config.redaction import redact
 from ebft_core.config.yaml_reader import KeyPath
 
 _REMOVED = "the line removed"
+_TASKS = "evaluate.tasks"
+"""Tasks have sampling settings of their own; what another tool calls so is about training."""
 _FOREIGN_SECTIONS = ("trl", "rl", "datasets", "base_model", "adapter")
 
 
@@ -87,8 +89,8 @@ def _answer(name: str, value: Any) -> str | None:
     advice = advise((name,), value)
     if advice is not None:
         return None if advice.expected == _REMOVED else advice.expected
-    places = schema_view.leaf_paths().get(name)
-    return " or ".join(places) if places else None
+    places = [path for path in schema_view.leaf_paths().get(name, ()) if not path.startswith(_TASKS)]
+    return " or ".join(places) or None
 
 
 def _ours_with_value(ours: str | ValueMap, value: Any, name: str) -> str:

@@ -31,7 +31,7 @@ def test_the_flow_takes_the_slot_once_around_everything_that_computes(
         seen.append(f"{name} begins")
         yield SimpleNamespace(
             folder="run",
-            config=SimpleNamespace(publish=SimpleNamespace(enabled=True)),
+            config=SimpleNamespace(publish=SimpleNamespace(enabled=True), sft=None),
             mlflow_uri="",
             finish=lambda *args: {},
         )

@@ -196,7 +196,7 @@ def test_a_person_has_the_last_word(tmp_path: Path, registry: Registry, approve:
         assert nothing.status.value == "REJECT"
         answer = {"approve": approve, "by": "Ada", "comment": "read the samples"}
         client.resume_flow_run(waiting.id, run_input=answer)
-    thread.join(60)
+    thread.join(240)
     (document,) = documents
     assert document["promote"] == approve
     assert "Ada: read the samples" in document["reason"]

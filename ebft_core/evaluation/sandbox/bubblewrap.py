@@ -101,9 +101,10 @@ def run_sandboxed(program: str, checks: Checks, bounds: SandboxConfig) -> Outcom
 
 
 def _job(program: str, checks: Checks, bounds: SandboxConfig, reports: int) -> dict[str, object]:
-    seconds = math.ceil(bounds.timeout_seconds)
+    # Of all threads together, and more than can be used before the parent's clock ends it.
+    cpu_seconds = (math.ceil(bounds.timeout_seconds) + 1) * (os.cpu_count() or 1)
     limits = {
-        "RLIMIT_CPU": seconds,
+        "RLIMIT_CPU": cpu_seconds,
         "RLIMIT_AS": bounds.memory_mb * _MB,
         "RLIMIT_FSIZE": bounds.disk_mb * _MB,
         "RLIMIT_NOFILE": _OPEN_FILES,
