@@ -103,7 +103,13 @@ class S3Store:
                 )
                 return
             extra = {"Metadata": metadata}
-            self._client.upload_file(str(path), self.bucket, key, ExtraArgs=extra, Config=_transfer())
+            try:
+                self._client.upload_file(str(path), self.bucket, key, ExtraArgs=extra, Config=_transfer())
+            except s3_exceptions():
+                # If only the answer to the last request was lost, the upload is no more, and repeats fail.
+                there = self.stat(name)
+                if there is None or (there.bytes, there.sha256) != (path.stat().st_size, sha256):
+                    raise
 
     def get(self, name: str, path: Path) -> None:
         """See `Store`; in several parts where the object is large."""

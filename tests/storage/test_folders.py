@@ -6,11 +6,13 @@ import hashlib
 import random
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from boto3.exceptions import S3UploadFailedError
 
 from ebft_core.config import StorageConfig
 from ebft_core.manifests import adopt_folder, commit_folder, verify_folder
@@ -146,6 +148,27 @@ def test_a_third_of_all_requests_harmed_and_nothing_lost_or_wrong(
     assert read_files(tmp_path / "b") == contents
     assert min(faults.harmed.values()) > 10, faults.harmed
     assert sum(faults.harmed.values()) > 0.25 * faults.requests
+
+
+@pytest.mark.parametrize("done", [True, False])
+def test_a_large_upload_whose_last_answer_is_lost_counts_if_it_is_there(
+    moto_url: str, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, done: bool
+) -> None:
+    path = tmp_path / "large"
+    path.write_bytes(random.Random(2).randbytes(MULTIPART))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    store = S3Store(f"s3://{bucket}/p", peers.storage(moto_url))
+    upload = store._client.upload_file
+
+    def answerless(*arguments: object, **options: object) -> None:
+        if done:
+            upload(*arguments, **options)
+        raise S3UploadFailedError("no answer")
+
+    monkeypatch.setattr(store._client, "upload_file", answerless)
+    with nullcontext() if done else pytest.raises(StorageTrouble, match="S3UploadFailedError"):
+        store.put("large", path, digest)
+    assert (store.stat("large") is not None) is done
 
 
 def test_an_upload_cut_off_is_not_there_and_goes_on_where_it_was(
