@@ -126,7 +126,7 @@ def changes_for(config: RunConfig, found: Continuation) -> dict[str, Any]:
         changes |= {"model.revision": None, "evaluate.feature_model": str(found.base)}
     elif found.champion is not None:
         against[CHAMPION] = str(found.champion)
-    return {**changes, "evaluate.against": against}
+    return changes if against == config.evaluate.against else {**changes, "evaluate.against": against}
 
 
 def references_for(config: RunConfig, found: Continuation) -> dict[str, str | None]:
