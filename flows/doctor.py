@@ -17,7 +17,6 @@ from ebft_core.doctor.machine import check_data_and_disk, check_device, check_fo
 from ebft_core.doctor.model import check_model
 from ebft_core.doctor.server import check_vllm
 from ebft_core.doctor.tasks import check_downstream
-from flows.environment import quiet_libraries
 from tasks.doctor import check_mlflow, check_prefect
 
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "bold red"}
@@ -26,7 +25,6 @@ _DEFAULT_WORKSPACE = "runs"
 
 def doctor(config: RunConfig | None, *, as_json: bool) -> int:
     """Run all checks and show them; 1 if one failed, else 0."""
-    quiet_libraries()
     with Console(stderr=True).status("looking"):
         checks = list(all_checks(config))
     if as_json:

@@ -37,9 +37,6 @@ def gc(
 ) -> None:
     """Show what the section `retention` of CONFIG does not keep, in its workspace and its archive."""
     with exit_codes():
-        from flows.environment import quiet_libraries
-
-        quiet_libraries()
         collect(load_config(config, overrides or ()), delete=delete, as_json=json_)
 
 

@@ -12,7 +12,6 @@ import typer
 
 from ebft_core.cli import app, exit_codes
 from ebft_core.config import PromotionConfig
-from flows.environment import quiet_libraries
 
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="The registered model.")]
 WorkspaceOption = Annotated[
@@ -38,7 +37,6 @@ def promote(
 ) -> None:
     """Make VERSION the champion, whatever the gate said, after its files were read back and verified."""
     with exit_codes():
-        quiet_libraries()  # before MLflow is imported
         from flows.registry_view import opened, signed
 
         with opened(name, workspace, mlflow_uri, alias) as registry:
@@ -58,7 +56,6 @@ def rollback(
 ) -> None:
     """Make the champion before the present one the champion again, after its files were read back."""
     with exit_codes():
-        quiet_libraries()  # before MLflow is imported
         from flows.registry_view import opened, signed
 
         with opened(name, workspace, mlflow_uri, alias) as registry:
@@ -80,7 +77,6 @@ def list_(
 ) -> None:
     """Show the versions of registered models: who is champion, and what the gate said."""
     with exit_codes():
-        quiet_libraries()  # before MLflow is imported
         from flows.registry_view import show
 
         show(name, workspace, mlflow_uri, alias, as_json=json_)

@@ -13,7 +13,7 @@ from ebft_core.config import RunConfig
 from ebft_core.errors import ExitCode
 from ebft_core.retrain import check_retrainable
 from ebft_core.runs import workspace_folder
-from flows.environment import check_approval, quiet_libraries
+from flows.environment import check_approval
 from flows.follow import follow
 from flows.json_logs import write_note
 from flows.summary import print_summary, summarise_run
@@ -29,7 +29,6 @@ def retrain(
         SystemExit: the run ended early (see `follow`).
     """
     check_retrainable(resolved)
-    quiet_libraries()  # before Prefect is imported
     check_approval(resolved, workspace_folder(resolved))
     changes = [part for override in overrides for part in ("--set", override)]
     again = shlex.join(["ebft", "retrain", str(config), *(["--force"] if force else []), *changes])
